@@ -1,0 +1,156 @@
+// hidden_cache._native: arena, slot pool and transfer engine for Python. No torch: memory is given
+// as addresses, and the Python layer keeps its owner alive.
+#include <pybind11/chrono.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+#include <tuple>
+#include <vector>
+
+#include "core/arena.h"
+#include "core/copy_plan.h"
+#include "core/host_copy.h"
+#include "core/slot_pool.h"
+#include "core/transfer_engine.h"
+#include "host/host_runtime.h"
+
+namespace py = pybind11;
+using namespace hscache;
+
+namespace {
+
+using NoGil = py::call_guard<py::gil_scoped_release>;
+
+std::byte* pointer(std::uintptr_t address) { return reinterpret_cast<std::byte*>(address); }
+
+PagedView make_view(std::uintptr_t address, const std::tuple<std::int64_t, std::int64_t, std::int64_t>& shape,
+                    std::int64_t row_bytes,
+                    const std::tuple<std::int64_t, std::int64_t, std::int64_t>& strides) {
+  const auto [num_blocks, num_layers, block_size] = shape;
+  const auto [block_stride, layer_stride, token_stride] = strides;
+  return {pointer(address), num_blocks, num_layers, block_size, row_bytes,
+          block_stride,     layer_stride, token_stride};
+}
+
+// Rows `[start, start + length)` of a run of chunks, one slot each, into strided memory.
+void read_rows(const SlotPool& pool, const std::vector<std::int64_t>& slots, std::int64_t row_bytes,
+               std::int64_t start, std::int64_t length, std::uintptr_t destination,
+               std::int64_t token_stride) {
+  const PagedView view = pool.view(row_bytes);
+  const RowsView rows{.data = pointer(destination), .token_stride = token_stride};
+  copy_to_rows(view, rows,
+               plan_copy(view, BlockTable{std::span<const std::int64_t>(slots)}, start, length, rows));
+}
+
+using Piece = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t>;
+
+// Gathers into slots of `pool`: each piece is (layer, start, length, slot).
+std::shared_ptr<Ticket> gather(TransferEngine& engine, const PagedView& source,
+                               std::vector<std::int64_t> block_ids, const std::vector<Piece>& pieces,
+                               const SlotPool& pool, std::uintptr_t producer_stream, bool wait) {
+  const PagedView slots = pool.view(source.row_bytes);
+  Gather request{.source = source,
+                 .block_ids = std::move(block_ids),
+                 .pieces = {},
+                 .producer_stream = producer_stream};
+  request.pieces.reserve(pieces.size());
+  for (const auto& [layer, start, length, slot] : pieces) {
+    if (slot < 0 || slot >= slots.num_blocks) {
+      throw std::out_of_range("slot " + std::to_string(slot) + " is outside the pool's " +
+                              std::to_string(slots.num_blocks) + " slots");
+    }
+    if (length > slots.block_size) {
+      throw std::invalid_argument("a piece of " + std::to_string(length) +
+                                  " rows does not fit a slot of " +
+                                  std::to_string(slots.block_size) + " rows");
+    }
+    request.pieces.push_back({layer, start, length, slots.data + slots.offset(slot, 0, 0)});
+  }
+  return engine.gather(std::move(request), wait ? Backpressure::kWait : Backpressure::kRefuse);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_native, module) {
+  module.doc() = "Arena, slot pool and transfer engine of hidden_cache.";
+
+  // The kernel's refusals become OSError with errno, as Python's own do.
+  py::register_exception_translator([](std::exception_ptr pending) {
+    try {
+      if (pending) std::rethrow_exception(pending);
+    } catch (const std::system_error& error) {
+      const py::tuple arguments = py::make_tuple(error.code().value(), error.what());
+      PyErr_SetObject(PyExc_OSError, arguments.ptr());
+    }
+  });
+
+  module.def("machine_memory_bytes", &machine_memory_bytes);
+  module.attr("cuda_built") =
+#if defined(HSCACHE_WITH_CUDA)
+      true;
+#else
+      false;
+#endif
+
+  py::class_<PagedView>(module, "PagedView")
+      .def(py::init(&make_view), py::arg("address"), py::arg("shape"), py::arg("row_bytes"),
+           py::arg("strides"));
+
+  py::class_<Arena, std::shared_ptr<Arena>>(module, "Arena")
+      .def(py::init<std::int64_t, std::int64_t>(), py::arg("bytes"), py::arg("memory_limit") = 0)
+      .def_property_readonly("bytes", &Arena::bytes);
+
+  py::class_<SlotPool, std::shared_ptr<SlotPool>>(module, "SlotPool")
+      .def(py::init<std::shared_ptr<Arena>, std::int64_t>(), py::arg("arena"), py::arg("slot_bytes"),
+           NoGil())
+      .def("allocate", &SlotPool::allocate, py::arg("count"), NoGil())
+      .def("free", &SlotPool::free, py::arg("slots"), NoGil())
+      .def("read_rows", &read_rows, py::arg("slots"), py::arg("row_bytes"), py::arg("start"),
+           py::arg("length"), py::arg("destination"), py::arg("token_stride"), NoGil())
+      .def_property_readonly("slot_bytes", &SlotPool::slot_bytes)
+      .def_property_readonly("num_slots", &SlotPool::num_slots)
+      .def_property_readonly("num_free", &SlotPool::num_free);
+
+  py::class_<Ticket, std::shared_ptr<Ticket>>(module, "Ticket")
+      .def_property_readonly("done", [](const Ticket& ticket) {
+        return ticket.state() == Ticket::State::kDone;
+      })
+      .def_property_readonly("ended", [](const Ticket& ticket) {
+        return ticket.state() != Ticket::State::kPending;
+      })
+      .def_property_readonly("error", [](const Ticket& ticket) -> std::optional<std::string> {
+        if (ticket.state() != Ticket::State::kFailed) return std::nullopt;
+        return ticket.error();
+      })
+      .def("wait",
+           [](const Ticket& ticket, std::optional<double> timeout_s) {
+             if (!timeout_s) return ticket.wait(std::nullopt);
+             return ticket.wait(std::chrono::duration<double>(*timeout_s));
+           },
+           py::arg("timeout_s") = py::none(), NoGil());
+
+  py::class_<TransferEngine>(module, "TransferEngine")
+      .def(py::init([](int streams, std::int64_t max_pending, std::int64_t in_flight_bytes,
+                       bool threaded) {
+             return std::make_unique<TransferEngine>(
+                 std::make_unique<HostRuntime>(),
+                 TransferOptions{streams, max_pending, in_flight_bytes}, threaded);
+           }),
+           py::arg("streams") = TransferOptions{}.streams,
+           py::arg("max_pending") = TransferOptions{}.max_pending,
+           py::arg("in_flight_bytes") = TransferOptions{}.in_flight_bytes,
+           py::arg("threaded") = true, NoGil())
+      .def("gather", &gather, py::arg("source"), py::arg("block_ids"), py::arg("pieces"),
+           py::arg("pool"), py::arg("producer_stream") = 0, py::arg("wait") = true, NoGil())
+      .def("poll", &TransferEngine::poll, NoGil())
+      .def("drain", &TransferEngine::drain, NoGil())
+      .def("close", &TransferEngine::close, NoGil())
+      .def_property_readonly("pending", &TransferEngine::pending);
+}

@@ -1,0 +1,19 @@
+#include "core/host_copy.h"
+
+#include <cstring>
+
+namespace hscache {
+
+void copy_to_rows(const PagedView& paged, const RowsView& rows, std::span<const CopySpan> plan) {
+  for (const CopySpan& span : plan) {
+    const std::byte* from = paged.data + span.paged_offset;
+    std::byte* to = rows.data + span.rows_offset;
+    for (std::int64_t i = 0; i < span.count; ++i) {
+      std::memcpy(to, from, static_cast<std::size_t>(span.bytes));
+      from += span.paged_step;
+      to += span.rows_step;
+    }
+  }
+}
+
+}  // namespace hscache
