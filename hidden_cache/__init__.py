@@ -1,0 +1,50 @@
+"""hidden_cache: takes hidden states out of an LLM inference engine, keeps them, hands them on.
+
+The names below are all that a user needs; what they come from is loaded when first asked for, so
+that a reader of files does not load the native code.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hidden_cache.config import HiddenCacheConfig
+    from hidden_cache.errors import HiddenCacheError, SampleRefusedError
+    from hidden_cache.files import cleanup_hidden_states, load_hidden_states, read_metadata
+    from hidden_cache.keys import TokenChunker
+    from hidden_cache.store import HiddenStateStore, open_store
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "HiddenCacheConfig": "config",
+    "HiddenCacheError": "errors",
+    "HiddenStateStore": "store",
+    "SampleRefusedError": "errors",
+    "TokenChunker": "keys",
+    "cleanup_hidden_states": "files",
+    "load_hidden_states": "files",
+    "open_store": "store",
+    "read_metadata": "files",
+}
+
+__all__ = [
+    "HiddenCacheConfig",
+    "HiddenCacheError",
+    "HiddenStateStore",
+    "SampleRefusedError",
+    "TokenChunker",
+    "__version__",
+    "cleanup_hidden_states",
+    "load_hidden_states",
+    "open_store",
+    "read_metadata",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-torch.ops.load_library(str(Path(__file__).with_name("_ops.so")))
+torch.ops.load_library(str(Path(__file__).with_name("_ops.so")))  # type: ignore[no-untyped-call]
 
 
 def gather_paged(
@@ -41,7 +41,7 @@ def gather_paged(
     return torch.ops.hscache.gather_paged(paged, block_ids, start, length)  # type: ignore[no-any-return]
 
 
-@torch.library.register_fake("hscache::gather_paged")
+@torch.library.register_fake("hscache::gather_paged")  # type: ignore[untyped-decorator]
 def _gather_paged_fake(
     paged: torch.Tensor, block_ids: torch.Tensor, start: int, length: int
 ) -> torch.Tensor:

@@ -1,0 +1,330 @@
+"""One request's hidden states on disk, as safetensors.
+
+A sample appears whole or not at all: it is written beside its place and renamed into it. While it
+is being made a `.lock` file beside it is locked exclusively (flock), so that a reader sleeps until
+the writer has published it, or has died. Where there is a reason instead of a sample it stands in
+`.error`, published whole before the lock is released.
+
+The file holds `token_ids [tokens]` int64 and `hidden_states [tokens, layers, hidden]`; its metadata
+holds `hscache_version`, and model, layer ids, positions and weights epoch where they are known.
+Format: https://github.com/huggingface/safetensors (8 bytes header length, JSON header, data).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import secrets
+import struct
+import time
+import urllib.parse
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hidden_cache.errors import SampleRefusedError, UnsupportedVersionError
+
+FORMAT_VERSION = "1.0"
+SUFFIX = ".safetensors"
+_MAX_NAME_BYTES = 200
+_POLL_S = 0.01
+_DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+
+
+# --- names ----------------------------------------------------------------------------------
+
+
+def sample_name(request_id: str) -> str:
+    """The file name of a request's sample: one name inside any folder, whatever the id says.
+
+    Characters other than letters, digits and `-_.~` are percent-encoded, as is a leading dot, and
+    ids whose code is longer than 200 bytes are cut and get a hash. Ordinary ids are unchanged.
+    """
+    name = urllib.parse.quote(request_id, safe="")
+    if name.startswith(".") or not name:
+        name = "%2E" + name[1:]
+    if len(name) > _MAX_NAME_BYTES:
+        digest = hashlib.sha256(request_id.encode(errors="surrogatepass")).hexdigest()[:32]
+        name = f"{name[: _MAX_NAME_BYTES - len(digest) - 1]}-{digest}"
+    return name + SUFFIX
+
+
+def lock_path(path: str | Path) -> str:
+    return f"{path}.lock"
+
+
+def error_path(path: str | Path) -> str:
+    return f"{path}.error"
+
+
+# --- writing --------------------------------------------------------------------------------
+
+
+class SampleLock:
+    """The writer's exclusive lock on a sample to come. It dies with the process."""
+
+    def __init__(self, path: str) -> None:
+        """Takes the lock and clears away what an earlier request of that name left.
+
+        Raises:
+            BlockingIOError: another writer holds it.
+            OSError: the folder does not allow it.
+        """
+        with contextlib.suppress(FileNotFoundError), open(lock_path(path)) as other:
+            fcntl.flock(other.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
+        # Locked before it has its name: a reader never finds it unlocked.
+        temporary = _temporary_beside(lock_path(path))
+        self._fd = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.rename(temporary, lock_path(path))
+            for stale in (path, error_path(path)):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(stale)
+        except OSError:
+            os.close(self._fd)
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+
+    def release(self) -> None:
+        """Lets readers go on. Idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _temporary_beside(path: str) -> str:
+    folder, name = os.path.split(path)
+    return os.path.join(folder, f".{name[:_MAX_NAME_BYTES]}.{secrets.token_hex(4)}.tmp")
+
+
+@contextlib.contextmanager
+def _published(path: str) -> Iterator[int]:
+    """A file descriptor whose file takes its place at `path` when the block ends well."""
+    temporary = _temporary_beside(path)
+    fd = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+    try:
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+        os.rename(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def _write_all(fd: int, data: bytes | memoryview) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    flat: Any = tensor.contiguous().view(torch.uint8).numpy().reshape(-1)
+    return memoryview(flat)
+
+
+def write_sample(
+    path: str,
+    token_ids: torch.Tensor,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    pieces: Iterable[torch.Tensor],
+    metadata: Mapping[str, str],
+) -> int:
+    """Publishes a sample at `path` (mode 0600); returns its size in bytes.
+
+    Args:
+        path: where; its folder must exist.
+        token_ids: `[tokens]` int64 on the CPU; may be empty where a prompt had no ids.
+        shape: `(tokens, layers, hidden)` of the hidden states.
+        dtype: of the hidden states.
+        pieces: the hidden states in order, each `[n, layers, hidden]`, together `tokens` rows. A
+            piece is written before the next one is asked for, so that one buffer can serve all.
+        metadata: strings for the file's metadata; `hscache_version` is added.
+
+    Raises:
+        ValueError: pieces that do not make up the shape, a dtype that safetensors does not know.
+        OSError: the disk or the folder does not take it. Nothing is left behind then.
+    """
+    if dtype not in _DTYPE_NAMES:
+        raise ValueError(
+            f"hidden states are {dtype}: a sample takes {sorted(_DTYPE_NAMES.values())}"
+        )
+    tokens, layers, hidden = shape
+    ids_bytes = token_ids.numel() * 8
+    total = tokens * layers * hidden * dtype.itemsize
+    header = {
+        "__metadata__": {"hscache_version": FORMAT_VERSION, **metadata},
+        "token_ids": {
+            "dtype": "I64",
+            "shape": [token_ids.numel()],
+            "data_offsets": [0, ids_bytes],
+        },
+        "hidden_states": {
+            "dtype": _DTYPE_NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": [ids_bytes, ids_bytes + total],
+        },
+    }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    written = 0
+    with _published(path) as fd:
+        _write_all(fd, struct.pack("<Q", len(text)) + text)
+        _write_all(fd, _bytes_of(token_ids.to(torch.int64)))
+        for piece in pieces:
+            if piece.dtype != dtype or tuple(piece.shape[1:]) != (layers, hidden):
+                raise ValueError(
+                    f"a piece is {list(piece.shape)} of {piece.dtype}, must be [n, {layers}, "
+                    f"{hidden}] of {dtype}"
+                )
+            _write_all(fd, _bytes_of(piece))
+            written += piece.numel() * dtype.itemsize
+        if written != total:
+            raise ValueError(f"the pieces are {written} bytes, must be {total} for {list(shape)}")
+    return 8 + len(text) + ids_bytes + total
+
+
+def write_error(path: str, request_id: str, reason: str, detail: str) -> None:
+    """Publishes why there is no sample at `path`. Raises OSError where the folder refuses it."""
+    refusal = {"version": 1, "request_id": request_id, "reason": reason, "detail": detail}
+    with _published(error_path(path)) as fd:
+        _write_all(fd, json.dumps(refusal).encode())
+
+
+# --- reading --------------------------------------------------------------------------------
+
+
+def load_hidden_states(path: str | Path, timeout: float | None = None) -> dict[str, torch.Tensor]:
+    """Loads a sample, waiting for its writer where there is one.
+
+    Args:
+        path: as handed out by the engine (`kv_transfer_params["hidden_states_path"]`).
+        timeout: the most seconds to wait for a sample that is being written, or, where nothing is
+            there yet, for one to appear. By default a writer is waited for as long as it lives,
+            and a sample without a writer is not waited for.
+
+    Returns:
+        `hidden_states [tokens, layers, hidden]` and `token_ids [tokens]` (int64), on the CPU.
+
+    Raises:
+        SampleRefusedError: the writer gave a reason instead, or died.
+        FileNotFoundError: neither sample nor writer is there.
+        TimeoutError: not within `timeout`.
+        UnsupportedVersionError: written by a newer major version.
+    """
+    path = str(path)
+    deadline = None if timeout is None else time.monotonic() + timeout
+    while True:
+        try:
+            with open(lock_path(path)) as lock:
+                _lock_shared(lock.fileno(), path, deadline)
+                if _is_current(lock.fileno(), lock_path(path)):
+                    return _load(path, locked=True)
+        except FileNotFoundError:
+            try:
+                return _load(path, locked=False)
+            except FileNotFoundError:
+                if deadline is None or time.monotonic() >= deadline:
+                    raise
+        time.sleep(_POLL_S)
+
+
+def _lock_shared(fd: int, path: str, deadline: float | None) -> None:
+    if deadline is None:
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        return
+    while True:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return
+        if time.monotonic() >= deadline:
+            raise TimeoutError(f"{path} is still being written: wait longer (timeout=)")
+        time.sleep(_POLL_S)
+
+
+def _is_current(fd: int, path: str) -> bool:
+    """Whether the locked file is still the one of that name: another request may have come."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except FileNotFoundError:
+        return True  # cleaned up beside us: the sample, if it is still there, is the one
+
+
+def _load(path: str, *, locked: bool) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    with contextlib.suppress(FileNotFoundError), open(error_path(path)) as file:
+        refusal = _parse_refusal(file.read())
+        raise SampleRefusedError(path, *refusal)
+    try:
+        read_metadata(path)
+        tensors: dict[str, torch.Tensor] = load_file(path)
+        return tensors
+    except FileNotFoundError as error:
+        if not locked:
+            raise FileNotFoundError(
+                f"{path}: neither a sample, nor a reason, nor a writer is there: check the path, "
+                "or pass timeout= to wait for one to appear"
+            ) from error
+        raise SampleRefusedError(
+            path, "", "writer_died", "the writer let go of its lock without a sample or a reason"
+        ) from error
+
+
+def _parse_refusal(text: str) -> tuple[str, str, str]:
+    """Request id, reason and detail out of an error file that may hold anything."""
+    try:
+        refusal: Any = json.loads(text)
+        return str(refusal["request_id"]), str(refusal["reason"]), str(refusal["detail"])
+    except (ValueError, KeyError, TypeError):
+        return "", "unknown", "the error file beside it cannot be read"
+
+
+def read_metadata(path: str | Path) -> dict[str, str]:
+    """The metadata of a published sample; empty for files that other programs wrote without.
+
+    Raises:
+        FileNotFoundError: no such file.
+        UnsupportedVersionError: written by a newer major version.
+    """
+    from safetensors import safe_open
+
+    with safe_open(str(path), framework="pt") as file:
+        metadata: dict[str, str] = file.metadata() or {}
+    version = metadata.get("hscache_version", FORMAT_VERSION)
+    if version.split(".")[0] != FORMAT_VERSION.split(".")[0]:
+        raise UnsupportedVersionError(
+            f"{path} is of version {version}, this library reads {FORMAT_VERSION}: upgrade "
+            "hidden_cache"
+        )
+    return metadata
+
+
+def cleanup_hidden_states(path: str | Path, keep_hidden_states: bool = False) -> None:
+    """Removes a sample with its lock and error files; what is not there is no error.
+
+    Args:
+        path: of the sample.
+        keep_hidden_states: leave the sample itself.
+    """
+    doomed = [lock_path(path), error_path(path)] + ([] if keep_hidden_states else [str(path)])
+    for name in doomed:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)

@@ -1,0 +1,158 @@
+"""`HiddenCacheConnector`: vLLM's face of hidden_cache. Each side's work is in its own file."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config import get_layers_from_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+
+from hidden_cache.config import HiddenCacheConfig
+from hidden_cache.errors import ConfigError
+from hidden_cache.integrations.vllm.messages import StepMetadata
+from hidden_cache.integrations.vllm.options import (
+    ConnectorOptions,
+    EngineShape,
+    check_vllm_version,
+)
+from hidden_cache.integrations.vllm.scheduler import SchedulerSide
+from hidden_cache.integrations.vllm.worker import WorkerSide
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+class HiddenCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """Saves the hidden states that vLLM's `extract_hidden_states` puts into its paged cache.
+
+    A drop-in for vLLM's `ExampleHiddenStatesConnector`: the same options, the same files, the same
+    `kv_transfer_params["hidden_states_path"]`. Rows of chunks that are in the pool already are
+    neither gathered nor kept twice.
+
+    vLLM makes one in the scheduler's process and one in each worker. It calls them from one thread.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        """Raises ConfigError for an engine or options that it cannot work with."""
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        extra = self._kv_transfer_config.kv_connector_extra_config
+        config = HiddenCacheConfig.from_extra_config(extra)
+        check_vllm_version(config.allow_untested)
+        if not config.enabled:
+            raise ConfigError(
+                "hscache_enabled is false: leave the connector out of kv_transfer_config instead"
+            )
+        shape = EngineShape.of(vllm_config, kv_cache_config)
+        options = ConnectorOptions.from_extra_config(extra)
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerSide(shape, options, config)
+        else:
+            self._worker = WorkerSide(shape, options, config)
+
+    # --- worker ---------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        assert self._worker is not None
+        from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionLayer
+
+        if not get_pp_group().is_last_rank or get_tensor_model_parallel_rank() != 0:
+            return  # every rank has the same rows: the first of the last stage writes
+        layers = get_layers_from_vllm_config(
+            self._vllm_config, CacheOnlyAttentionLayer, list(kv_caches)
+        )
+        if len(layers) != 1:
+            raise ConfigError(
+                f"this worker has {len(layers)} caches of extracted hidden states, expected 1: "
+                "is the engine's speculative method 'extract_hidden_states'?"
+            )
+        self._worker.own(kv_caches[next(iter(layers))])
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Nothing: this connector only saves."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: this connector only saves."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Nothing: the engine has put the rows into its cache, from where they are saved."""
+
+    def wait_for_save(self) -> None:
+        self._step()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        assert self._worker is not None
+        self._step()
+        return self._worker.reported() or None, None
+
+    def _step(self) -> None:
+        # Steps differ in which hook comes first, and some lack one: either takes in the news.
+        assert self._worker is not None
+        if self.has_connector_metadata():
+            news = self._get_connector_metadata()
+            assert isinstance(news, StepMetadata)
+            self._worker.step(news)
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.shutdown()
+
+    # --- scheduler ------------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return 0, False
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """Nothing: this connector loads no KV."""
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        assert self._scheduler is not None
+        return self._scheduler.build_connector_meta(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        assert self._scheduler is not None
+        self._scheduler.blocks_released(connector_output.finished_sending)
+
+    def has_pending_block_frees(self) -> bool:
+        assert self._scheduler is not None
+        return self._scheduler.has_held_blocks()
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        assert self._scheduler is not None
+        return self._scheduler.request_finished(request, block_ids)
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """The layout in which a token's layers lie together, as vLLM's own connector asks for.
+
+        A request only: any strides are served.
+        """
+        return "LBNHC"

@@ -1,0 +1,645 @@
+"""`HiddenStateStore`: chunks of hidden states in a bounded host pool, found by key."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from hidden_cache import _native
+from hidden_cache.config import HiddenCacheConfig
+from hidden_cache.errors import (
+    ConfigError,
+    HiddenCacheError,
+    PoolFullError,
+    QueueFullError,
+    TransferError,
+)
+from hidden_cache.index import ChunkIndex, Entry, LayerRows
+from hidden_cache.keys import DEFAULT_CHUNK_SIZE, Chunk, TokenChunker
+
+logger = logging.getLogger(__name__)
+
+
+class Chunker(Protocol):
+    """What cuts token ids into keyed chunks, such as `TokenChunker`."""
+
+    @property
+    def chunk_size(self) -> int: ...
+
+    def chunks(self, token_ids: Iterable[int], /) -> list[Chunk]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """A snapshot of a store. Slots hold one layer of one chunk each."""
+
+    num_chunks: int
+    num_slots: int
+    free_slots: int
+    slot_bytes: int
+    pool_bytes: int
+    tokens_gathered: int
+    tokens_deduplicated: int
+    evicted_chunks: int
+    pending_transfers: int
+
+
+@dataclass(frozen=True, slots=True)
+class _RowFormat:
+    """What a pool's rows are: fixed by the first store, so that slots are of one size."""
+
+    dtype: torch.dtype
+    hidden: int
+
+    @property
+    def row_bytes(self) -> int:
+        return self.hidden * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.hidden} x {self.dtype}"
+
+
+class Lease:
+    """A request's rows in the pool, held until released: `[num_tokens, layers, hidden]`.
+
+    Some may have been there before, some may still be on their way. Thread-safe, except that
+    `release` must not run beside a `read`.
+
+    Attributes:
+        num_tokens: rows `0..num_tokens` of the request.
+        layer_idxs: the layers, in the order in which `read` gives them.
+        tokens_from_pool: tokens that were not gathered, because their chunk was there already.
+        dtype, hidden: what a row is.
+        ticket: the transfer of what was not there; None when all was.
+    """
+
+    def __init__(
+        self,
+        store: HiddenStateStore,
+        num_tokens: int,
+        layer_idxs: tuple[int, ...],
+        entries: list[Entry],
+        private: list[list[int]],
+        ticket: _native.Ticket | None,
+        tokens_from_pool: int,
+        rows: _RowFormat,
+    ) -> None:
+        self._store = store
+        self._entries = entries
+        self._private = private  # slots by layer of each chunk without a key, behind the entries
+        self.ticket = ticket
+        self._released = False
+        self.num_tokens = num_tokens
+        self.layer_idxs = layer_idxs
+        self.tokens_from_pool = tokens_from_pool
+        self.dtype = rows.dtype
+        self.hidden = rows.hidden
+
+    @property
+    def source_free(self) -> bool:
+        """Whether the paged memory is not read any more: its blocks may be reused."""
+        return self.ticket is None or self.ticket.ended
+
+    def wait(self) -> None:
+        """Waits until all rows are in the pool. It ends: every transfer is done or fails.
+
+        Raises:
+            TransferError: a transfer that brings some of them failed.
+        """
+        for ticket in self._tickets():
+            ticket.wait()
+            if ticket.error is not None:
+                raise TransferError(ticket.error)
+
+    def _tickets(self) -> list[_native.Ticket]:
+        tickets = [] if self.ticket is None else [self.ticket]
+        for entry in self._entries:
+            for layer in self.layer_idxs:
+                ticket = entry.layers[layer].ticket
+                if ticket is not None and ticket not in tickets:
+                    tickets.append(ticket)
+        return tickets
+
+    def read(self, start: int, out: torch.Tensor) -> None:
+        """Copies rows `[start, start + len(out))`, all layers, into a CPU tensor.
+
+        Args:
+            start: first token.
+            out: `[n, layers, hidden]`, contiguous, of the lease's dtype.
+
+        Raises:
+            ValueError: another shape, dtype or layout.
+            TransferError: not all rows are in the pool; `wait` first.
+        """
+        expected = (len(self.layer_idxs), self.hidden)
+        if out.dim() != 3 or tuple(out.shape[1:]) != expected or out.dtype != self.dtype:
+            raise ValueError(
+                f"out is {list(out.shape)} of {out.dtype}, must be [n, {expected[0]}, "
+                f"{expected[1]}] of {self.dtype}"
+            )
+        if not out.is_contiguous() or out.device.type != "cpu":
+            raise ValueError("out must be contiguous and on the CPU")
+        if self._released or not all(ticket.done for ticket in self._tickets()):
+            raise TransferError("the rows are not in the pool: wait() for them before reading")
+        row_bytes = self.hidden * self.dtype.itemsize
+        for place, layer in enumerate(self.layer_idxs):
+            slots = [entry.layers[layer].slot for entry in self._entries]
+            slots += [chunk[place] for chunk in self._private]
+            self._store._pool_in_use().read_rows(
+                slots,
+                row_bytes,
+                start,
+                len(out),
+                out.data_ptr() + place * row_bytes,
+                len(self.layer_idxs) * row_bytes,
+            )
+
+    def release(self) -> None:
+        """Gives up the hold; chunks with keys stay in the pool, the rest goes. Idempotent.
+
+        Waits for transfers into chunks that go.
+        """
+        if self._released:
+            return
+        self._released = True
+        if self._private and self.ticket is not None:
+            self.ticket.wait()
+        self._store._release(self._entries, [slot for chunk in self._private for slot in chunk])
+
+
+class HiddenStateStore:
+    """Keeps hidden states by chunk key in a host pool of fixed size.
+
+    A request's rows go in by `store_paged` or `lease_paged` and come out by `retrieve_layers`, or
+    through the lease. Chunks that are there already are not copied again. When the pool is full
+    the least recently used leaves go. Thread-safe; the GIL is released around copies and waits.
+    """
+
+    def __init__(self, config: HiddenCacheConfig, token_database: Chunker | None = None) -> None:
+        """
+        Args:
+            config: an enabled configuration.
+            token_database: cuts token ids into keyed chunks; `TokenChunker` by default.
+
+        Raises:
+            ConfigError: disabled, or a chunk size that is not the token database's.
+            ValueError: a pool larger than the machine's memory.
+        """
+        if not config.enabled:
+            raise ConfigError(
+                "the store is disabled (hscache_enabled is false): enable it, or use "
+                "hidden_cache.open_store, which answers None"
+            )
+        self.config = config
+        self.chunk_size = config.chunk_size or (
+            token_database.chunk_size if token_database is not None else DEFAULT_CHUNK_SIZE
+        )
+        self._chunker = token_database or TokenChunker(self.chunk_size)
+        if self._chunker.chunk_size != self.chunk_size:
+            raise ConfigError(
+                f"hscache_chunk_size is {self.chunk_size}, but the token database cuts chunks of "
+                f"{self._chunker.chunk_size} tokens: leave the setting out, or make them equal"
+            )
+        self._arena = _native.Arena(config.pool_bytes)
+        self._engine = _native.TransferEngine(
+            max_pending=config.max_pending, in_flight_bytes=config.staging_bytes
+        )
+        self._lock = threading.Lock()
+        self._index = ChunkIndex()
+        self._pool: _native.SlotPool | None = None
+        self._rows: _RowFormat | None = None
+        # Source tensors by the transfer that reads them: their memory must outlive it.
+        self._sources: list[tuple[_native.Ticket, torch.Tensor]] = []
+        self._tokens_gathered = 0
+        self._tokens_deduplicated = 0
+        self._evicted_chunks = 0
+        self._closed = False
+        self._owner_pid = os.getpid()
+        # Before what the transfers touch goes away, at the end of the store or of the process.
+        weakref.finalize(self, self._engine.close)
+
+    # --- in -------------------------------------------------------------------------------
+
+    def store_paged(
+        self,
+        chunks_or_token_ids: Sequence[Chunk] | Sequence[int],
+        paged: torch.Tensor,
+        block_ids: Sequence[int],
+        *,
+        layer_idxs: Sequence[int],
+        token_offset: int = 0,
+        stream: int | None = None,
+    ) -> _native.Ticket | None:
+        """Stores a request's whole chunks out of a paged cache, in the background.
+
+        Args:
+            chunks_or_token_ids: the full prefix, as token ids or as ordered chunks.
+            paged: `[num_blocks, layers, block_size, hidden]`, any strides before the last.
+            block_ids: the request's block table, from its first token on.
+            layer_idxs: what `paged`'s layers are called, one for each.
+            token_offset: chunks that start before it are left out.
+            stream: raw handle of the stream that writes the rows; None for host memory.
+
+        Returns:
+            The ticket of the transfer, or None when there was nothing to copy. The rows must stay
+            untouched until it has ended.
+
+        Raises:
+            ValueError, IndexError: arguments that do not fit each other.
+            PoolFullError: no room for all of it; nothing is stored.
+        """
+        chunks = [chunk for chunk in self._to_chunks(chunks_or_token_ids) if chunk.key is not None]
+        before = [chunk for chunk in chunks if chunk.start < token_offset]
+        parent_key = before[-1].key if before else None
+        while True:
+            try:
+                lease = self._lease(
+                    chunks[len(before) :], paged, block_ids, layer_idxs, stream, parent_key
+                )
+            except QueueFullError:
+                self._wait_for_one()
+                continue
+            lease.release()
+            return lease.ticket
+
+    def lease_paged(
+        self,
+        chunks: Sequence[Chunk],
+        paged: torch.Tensor,
+        block_ids: Sequence[int],
+        *,
+        layer_idxs: Sequence[int],
+        stream: int | None = None,
+    ) -> Lease:
+        """Brings a request's rows into the pool and holds them there; only enqueues, never waits.
+
+        Arguments and errors are `store_paged`'s, and QueueFullError where that one waits. `chunks`
+        must follow each other from token 0 on; those without a key come last and live as long as
+        the lease does.
+        """
+        ends = [chunk.end for chunk in chunks]
+        if [chunk.start for chunk in chunks] != [0, *ends[:-1]][: len(chunks)]:
+            raise ValueError(f"chunks {chunks} must follow each other from token 0 on")
+        return self._lease(chunks, paged, block_ids, layer_idxs, stream, None)
+
+    def _lease(
+        self,
+        chunks: Sequence[Chunk],
+        paged: torch.Tensor,
+        block_ids: Sequence[int],
+        layer_idxs: Sequence[int],
+        stream: int | None,
+        parent_key: bytes | None,
+    ) -> Lease:
+        view, rows, layers = self._check_paged(paged, layer_idxs)
+        if any(chunk.end - chunk.start > self.chunk_size for chunk in chunks):
+            raise ValueError(f"chunks {chunks} must be of at most {self.chunk_size} tokens")
+        with self._guard():
+            self._check_open()
+            self._forget_ended()
+            pool = self._pool_for(rows)
+            entries: list[Entry] = []
+            pieces: list[tuple[int, int, int, int]] = []
+            private: list[list[int]] = []
+            added: list[tuple[Entry, int]] = []
+            created: list[Entry] = []
+            gathered = 0
+            try:
+                needed = 0
+                for chunk in chunks:
+                    if chunk.key is None:
+                        needed += len(layers)
+                        continue
+                    entry = self._settled(chunk.key)
+                    if entry is None:
+                        entry = self._index.add(chunk.key, parent_key)
+                        created.append(entry)
+                    parent_key = chunk.key
+                    self._index.touch(entry)
+                    entry.pins += 1
+                    entries.append(entry)
+                    needed += sum(layer not in entry.layers for layer in layers)
+                slots = self._allocate(needed, pool)
+                keyed = iter(entries)
+                for chunk in chunks:
+                    length = chunk.end - chunk.start
+                    owned: list[int] = []
+                    entry = None if chunk.key is None else next(keyed)
+                    fresh = False
+                    for place, layer in enumerate(layers):
+                        if entry is not None and layer in entry.layers:
+                            continue
+                        slot = slots.pop()
+                        pieces.append((place, chunk.start, length, slot))
+                        fresh = True
+                        if entry is None:
+                            owned.append(slot)
+                        else:
+                            entry.layers[layer] = LayerRows(slot, None)
+                            added.append((entry, layer))
+                    gathered += length if fresh else 0
+                    if entry is None:
+                        private.append(owned)
+                ticket = None
+                if pieces:
+                    ticket = self._engine.gather(
+                        view, list(block_ids), pieces, pool, stream or 0, False
+                    )
+                    if ticket is None:
+                        raise QueueFullError(
+                            f"{self._engine.pending} transfers are pending, the limit: wait for "
+                            "some, or set hscache_max_pending higher"
+                        )
+                    self._sources.append((ticket, paged))
+                    for entry, layer in added:
+                        entry.layers[layer].ticket = ticket
+            except BaseException:
+                for entry in entries:
+                    entry.pins -= 1
+                freed = [entry.layers.pop(layer).slot for entry, layer in added]
+                freed += [slot for chunk_slots in private for slot in chunk_slots]
+                pool.free(freed)
+                for entry in reversed(created):
+                    self._index.remove(entry)
+                raise
+            total = sum(chunk.end - chunk.start for chunk in chunks)
+            self._tokens_gathered += gathered
+            self._tokens_deduplicated += total - gathered
+        num_tokens = chunks[-1].end if chunks else 0
+        return Lease(self, num_tokens, layers, entries, private, ticket, total - gathered, rows)
+
+    # --- out ------------------------------------------------------------------------------
+
+    def coverage(
+        self, chunks_or_token_ids: Sequence[Chunk] | Sequence[int], layer_idxs: Sequence[int] = (0,)
+    ) -> int:
+        """Tokens of the prefix that all asked layers can supply now."""
+        with self._guard():
+            entries = self._committed_prefix(self._to_chunks(chunks_or_token_ids), layer_idxs)
+        return len(entries) * self.chunk_size
+
+    def retrieve_layers(
+        self,
+        chunks_or_token_ids: Sequence[Chunk] | Sequence[int],
+        layer_idxs: Sequence[int],
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> dict[int, torch.Tensor] | None:
+        """The longest stored prefix that has all asked layers, as `{layer: [n, hidden]}`.
+
+        Args:
+            chunks_or_token_ids: the full prefix, as token ids or as ordered chunks.
+            layer_idxs: layers, each as named when stored.
+            dtype: of the result; as stored by default.
+
+        Returns:
+            CPU tensors of `n` rows each, or None when not even the first chunk is there.
+        """
+        chunks = self._to_chunks(chunks_or_token_ids)
+        with self._guard():
+            self._check_open()
+            entries = self._committed_prefix(chunks, layer_idxs)
+            if not entries:
+                return None
+            for entry in entries:
+                entry.pins += 1
+                self._index.touch(entry)
+            pool, rows = self._pool, self._rows
+            assert pool is not None
+            assert rows is not None
+        try:
+            length = len(entries) * self.chunk_size
+            found = {}
+            for layer in layer_idxs:
+                out = torch.empty((length, rows.hidden), dtype=rows.dtype)
+                slots = [entry.layers[layer].slot for entry in entries]
+                pool.read_rows(slots, rows.row_bytes, 0, length, out.data_ptr(), rows.row_bytes)
+                found[layer] = out if dtype is None else out.to(dtype)
+            return found
+        finally:
+            self._release(entries, [])
+
+    # --- one chunk, all chunks ------------------------------------------------------------
+
+    def has_chunk(self, key: bytes, layer_idx: int = 0) -> bool:
+        """Whether a committed chunk of this layer is there, whatever became of its predecessors."""
+        with self._guard():
+            entry = self._settled(key)
+            return entry is not None and _committed(entry, (layer_idx,))
+
+    def drop_key(self, key: bytes) -> bool:
+        """Drops a chunk with all its layers; returns whether it was there.
+
+        A chunk that is in use or still being filled stays, and False is returned.
+        """
+        with self._guard():
+            entry = self._settled(key)
+            if (
+                entry is None
+                or entry.pins > 0
+                or any(
+                    rows.ticket is not None and not rows.ticket.ended
+                    for rows in entry.layers.values()
+                )
+            ):
+                return False
+            self._index.remove(entry)
+            self._free(entry)
+            return True
+
+    def num_cached_chunks(self) -> int:
+        """Chunks in the pool, those being filled included."""
+        with self._guard():
+            return len(self._index)
+
+    def stats(self) -> StoreStats:
+        """A snapshot."""
+        with self._guard():
+            pool = self._pool
+            return StoreStats(
+                num_chunks=len(self._index),
+                num_slots=pool.num_slots if pool else 0,
+                free_slots=pool.num_free if pool else 0,
+                slot_bytes=pool.slot_bytes if pool else 0,
+                pool_bytes=self._arena.bytes,
+                tokens_gathered=self._tokens_gathered,
+                tokens_deduplicated=self._tokens_deduplicated,
+                evicted_chunks=self._evicted_chunks,
+                pending_transfers=self._engine.pending,
+            )
+
+    def close(self) -> None:
+        """Refuses what comes, ends what is in flight and stops the thread. Idempotent.
+
+        Transfers not started fail; leases already filled can still be read.
+        """
+        with self._guard():
+            self._closed = True
+        self._engine.close()
+        with self._guard():
+            self._sources.clear()
+
+    # --- inside ---------------------------------------------------------------------------
+
+    def _guard(self) -> threading.Lock:
+        """The lock, in the process that has the right to it: in a forked child it may be held by
+        a thread that does not exist there."""
+        if os.getpid() != self._owner_pid:
+            raise HiddenCacheError(
+                "the store belongs to the parent process: open a store after fork(), not before"
+            )
+        return self._lock
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise HiddenCacheError("the store is closed: open a new one")
+
+    def _to_chunks(self, chunks_or_token_ids: Sequence[Chunk] | Sequence[int]) -> list[Chunk]:
+        given: Sequence[Any] = chunks_or_token_ids
+        if len(given) > 0 and isinstance(given[0], Chunk):
+            return list(given)
+        return self._chunker.chunks(given)
+
+    def _check_paged(
+        self, paged: torch.Tensor, layer_idxs: Sequence[int]
+    ) -> tuple[_native.PagedView, _RowFormat, tuple[int, ...]]:
+        if paged.device.type != "cpu":
+            raise ValueError(
+                f"paged is on {paged.device}: this build moves rows out of host memory only"
+            )
+        if paged.dim() != 4 or paged.size(3) < 1 or (paged.stride(3) != 1 and paged.size(3) > 1):
+            raise ValueError(
+                f"paged has shape {list(paged.shape)} and strides {list(paged.stride())}, must be "
+                "[num_blocks, layers, block_size, hidden] with hidden contiguous (stride 1)"
+            )
+        if len(set(layer_idxs)) != paged.size(1) or len(layer_idxs) != paged.size(1):
+            raise ValueError(
+                f"layer_idxs {list(layer_idxs)} must name paged's {paged.size(1)} layers, each once"
+            )
+        rows = _RowFormat(paged.dtype, paged.size(3))
+        item = paged.element_size()
+        view = _native.PagedView(
+            paged.data_ptr(),
+            (paged.size(0), paged.size(1), paged.size(2)),
+            rows.row_bytes,
+            (paged.stride(0) * item, paged.stride(1) * item, paged.stride(2) * item),
+        )
+        return view, rows, tuple(layer_idxs)
+
+    def _pool_for(self, rows: _RowFormat) -> _native.SlotPool:
+        if self._pool is None:
+            self._pool = _native.SlotPool(self._arena, self.chunk_size * rows.row_bytes)
+            self._rows = rows
+        if self._rows != rows:
+            raise ValueError(
+                f"rows are {rows}, but this store holds rows of {self._rows}: open another store"
+            )
+        return self._pool
+
+    def _pool_in_use(self) -> _native.SlotPool:
+        assert self._pool is not None
+        return self._pool
+
+    def _settled(self, key: bytes) -> Entry | None:
+        """The entry of a key, after what failed to arrive was taken out of it."""
+        entry = self._index.get(key)
+        if entry is None:
+            return None
+        failed = False
+        for rows in entry.layers.values():
+            if rows.ticket is not None and rows.ticket.done:
+                rows.ticket = None
+            failed |= rows.ticket is not None and rows.ticket.error is not None
+        if failed and entry.pins == 0:
+            self._index.remove(entry)
+            self._free(entry)
+            return None
+        return entry
+
+    def _wait_for_one(self) -> None:
+        with self._guard():
+            tickets = [ticket for ticket, _ in self._sources if not ticket.ended]
+        if tickets:
+            tickets[0].wait()
+
+    def _committed_prefix(self, chunks: Sequence[Chunk], layer_idxs: Sequence[int]) -> list[Entry]:
+        found: list[Entry] = []
+        for chunk in chunks:
+            entry = None if chunk.key is None else self._settled(chunk.key)
+            if entry is None or not _committed(entry, layer_idxs):
+                break
+            found.append(entry)
+        return found
+
+    def _allocate(self, count: int, pool: _native.SlotPool) -> list[int]:
+        """Slots for a store, evicting what is not pinned; all or none."""
+        if count > pool.num_slots:
+            raise PoolFullError(
+                f"the request needs {count} slots of {pool.slot_bytes} bytes, the whole pool has "
+                f"{pool.num_slots}: set hscache_pool_bytes to {count * pool.slot_bytes} or more",
+                can_wait=False,
+            )
+        while (slots := pool.allocate(count)) is None:
+            victim = self._index.pop_victim()
+            if victim is None:
+                raise PoolFullError(
+                    f"{count} slots are needed, {pool.num_free} of {pool.num_slots} are free and "
+                    "the rest is in use: wait, or set hscache_pool_bytes higher",
+                    can_wait=True,
+                )
+            self._evicted_chunks += 1
+            self._free(victim)
+        slots.reverse()  # taken from the end: in address order
+        return slots
+
+    def _free(self, entry: Entry) -> None:
+        self._pool_in_use().free([rows.slot for rows in entry.layers.values()])
+        entry.layers.clear()
+
+    def _release(self, entries: list[Entry], slots: list[int]) -> None:
+        with self._guard():
+            for entry in entries:
+                entry.pins -= 1
+            if slots:
+                self._pool_in_use().free(slots)
+
+    def _forget_ended(self) -> None:
+        self._sources = [(ticket, paged) for ticket, paged in self._sources if not ticket.ended]
+
+
+def _committed(entry: Entry, layer_idxs: Sequence[int]) -> bool:
+    return all(layer in entry.layers and entry.layers[layer].committed for layer in layer_idxs)
+
+
+_opened: HiddenStateStore | None = None
+_opened_lock = threading.Lock()
+
+
+def open_store(config: HiddenCacheConfig) -> HiddenStateStore | None:
+    """The process's one store: opened by the first call, returned by the next ones.
+
+    Returns None, and allocates nothing, when the config is disabled.
+
+    Raises:
+        ConfigError: a store is open with another config. Close it first.
+    """
+    global _opened
+    if not config.enabled:
+        return None
+    with _opened_lock:
+        if _opened is not None and not _opened._closed and _opened._owner_pid == os.getpid():
+            if _opened.config != config:
+                raise ConfigError(
+                    f"this process has a store with {_opened.config}, asked for is {config}: use "
+                    "the same settings everywhere in a process, or close that store first"
+                )
+            return _opened
+        _opened = HiddenStateStore(config)
+        return _opened
