@@ -30,13 +30,14 @@ using NoGil = py::call_guard<py::gil_scoped_release>;
 
 std::byte* pointer(std::uintptr_t address) { return reinterpret_cast<std::byte*>(address); }
 
-PagedView make_view(std::uintptr_t address, const std::tuple<std::int64_t, std::int64_t, std::int64_t>& shape,
+PagedView make_view(std::uintptr_t address,
+                    const std::tuple<std::int64_t, std::int64_t, std::int64_t>& shape,
                     std::int64_t row_bytes,
                     const std::tuple<std::int64_t, std::int64_t, std::int64_t>& strides) {
   const auto [num_blocks, num_layers, block_size] = shape;
   const auto [block_stride, layer_stride, token_stride] = strides;
-  return {pointer(address), num_blocks, num_layers, block_size, row_bytes,
-          block_stride,     layer_stride, token_stride};
+  return {pointer(address), num_blocks,   num_layers,   block_size,
+          row_bytes,        block_stride, layer_stride, token_stride};
 }
 
 // Rows `[start, start + length)` of a run of chunks, one slot each, into strided memory.
@@ -45,16 +46,18 @@ void read_rows(const SlotPool& pool, const std::vector<std::int64_t>& slots, std
                std::int64_t token_stride) {
   const PagedView view = pool.view(row_bytes);
   const RowsView rows{.data = pointer(destination), .token_stride = token_stride};
-  copy_to_rows(view, rows,
-               plan_copy(view, BlockTable{std::span<const std::int64_t>(slots)}, start, length, rows));
+  copy_to_rows(
+      view, rows,
+      plan_copy(view, BlockTable{std::span<const std::int64_t>(slots)}, start, length, rows));
 }
 
 using Piece = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t>;
 
 // Gathers into slots of `pool`: each piece is (layer, start, length, slot).
 std::shared_ptr<Ticket> gather(TransferEngine& engine, const PagedView& source,
-                               std::vector<std::int64_t> block_ids, const std::vector<Piece>& pieces,
-                               const SlotPool& pool, std::uintptr_t producer_stream, bool wait) {
+                               std::vector<std::int64_t> block_ids,
+                               const std::vector<Piece>& pieces, const SlotPool& pool,
+                               std::uintptr_t producer_stream, bool wait) {
   const PagedView slots = pool.view(source.row_bytes);
   Gather request{.source = source,
                  .block_ids = std::move(block_ids),
@@ -108,8 +111,8 @@ PYBIND11_MODULE(_native, module) {
       .def_property_readonly("bytes", &Arena::bytes);
 
   py::class_<SlotPool, std::shared_ptr<SlotPool>>(module, "SlotPool")
-      .def(py::init<std::shared_ptr<Arena>, std::int64_t>(), py::arg("arena"), py::arg("slot_bytes"),
-           NoGil())
+      .def(py::init<std::shared_ptr<Arena>, std::int64_t>(), py::arg("arena").none(false),
+           py::arg("slot_bytes"), NoGil())
       .def("allocate", &SlotPool::allocate, py::arg("count"), NoGil())
       .def("free", &SlotPool::free, py::arg("slots"), NoGil())
       .def("read_rows", &read_rows, py::arg("slots"), py::arg("row_bytes"), py::arg("start"),
@@ -119,22 +122,22 @@ PYBIND11_MODULE(_native, module) {
       .def_property_readonly("num_free", &SlotPool::num_free);
 
   py::class_<Ticket, std::shared_ptr<Ticket>>(module, "Ticket")
-      .def_property_readonly("done", [](const Ticket& ticket) {
-        return ticket.state() == Ticket::State::kDone;
-      })
-      .def_property_readonly("ended", [](const Ticket& ticket) {
-        return ticket.state() != Ticket::State::kPending;
-      })
-      .def_property_readonly("error", [](const Ticket& ticket) -> std::optional<std::string> {
-        if (ticket.state() != Ticket::State::kFailed) return std::nullopt;
-        return ticket.error();
-      })
-      .def("wait",
-           [](const Ticket& ticket, std::optional<double> timeout_s) {
-             if (!timeout_s) return ticket.wait(std::nullopt);
-             return ticket.wait(std::chrono::duration<double>(*timeout_s));
-           },
-           py::arg("timeout_s") = py::none(), NoGil());
+      .def_property_readonly(
+          "done", [](const Ticket& ticket) { return ticket.state() == Ticket::State::kDone; })
+      .def_property_readonly(
+          "ended", [](const Ticket& ticket) { return ticket.state() != Ticket::State::kPending; })
+      .def_property_readonly("error",
+                             [](const Ticket& ticket) -> std::optional<std::string> {
+                               if (ticket.state() != Ticket::State::kFailed) return std::nullopt;
+                               return ticket.error();
+                             })
+      .def(
+          "wait",
+          [](const Ticket& ticket, std::optional<double> timeout_s) {
+            if (!timeout_s) return ticket.wait(std::nullopt);
+            return ticket.wait(std::chrono::duration<double>(*timeout_s));
+          },
+          py::arg("timeout_s") = py::none(), NoGil());
 
   py::class_<TransferEngine>(module, "TransferEngine")
       .def(py::init([](int streams, std::int64_t max_pending, std::int64_t in_flight_bytes,

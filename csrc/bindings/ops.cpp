@@ -42,7 +42,8 @@ hscache::PagedView paged_view(const Tensor& paged) {
                                 "as a real dtype");
   }
   if (paged.size(3) < 1) {
-    throw std::invalid_argument("paged has shape " + shape_of(paged) + ": hidden must be 1 or more");
+    throw std::invalid_argument("paged has shape " + shape_of(paged) +
+                                ": hidden must be 1 or more");
   }
   if (paged.stride(3) != 1 && paged.size(3) > 1) {
     throw std::invalid_argument("paged's last dimension has stride " +
@@ -71,7 +72,9 @@ class HostBlockIds {
     const auto count = static_cast<std::size_t>(ids.size(0));
     const ScalarType dtype = ids.scalar_type();
     if (dtype != ScalarType::Int && dtype != ScalarType::Long) {
-      throw std::invalid_argument("block_ids must be int32 or int64: convert it with .to(torch.int64)");
+      throw std::invalid_argument(std::string("block_ids has dtype ") +
+                                  torch::headeronly::toString(dtype) +
+                                  ", must be int32 or int64: convert it with .to(torch.int64)");
     }
     if (dtype == ScalarType::Long && (ids.stride(0) == 1 || count < 2)) {
       ids_ = {static_cast<const std::int64_t*>(ids.data_ptr()), count};

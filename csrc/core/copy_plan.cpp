@@ -1,6 +1,7 @@
 #include "core/copy_plan.h"
 
 #include <algorithm>
+#include <limits>
 #include <stdexcept>
 #include <string>
 
@@ -9,61 +10,78 @@ namespace {
 
 std::string text(std::int64_t n) { return std::to_string(n); }
 
-// Appends `next` to the plan, growing the last span instead where the two describe one pattern.
-void append(std::vector<CopySpan>& plan, CopySpan next) {
-  // Pieces without a gap on either side are one piece.
-  if (next.count > 1 && next.paged_step == next.bytes && next.rows_step == next.bytes) {
-    next.bytes *= next.count;
-    next.count = 1;
-  }
-  if (plan.empty()) {
-    plan.push_back(next);
-    return;
-  }
-  CopySpan& last = plan.back();
-  const std::int64_t paged_gap = next.paged_offset - last.paged_offset;
-  const std::int64_t rows_gap = next.rows_offset - last.rows_offset;
-  if (last.count == 1 && next.count == 1 && paged_gap == last.bytes && rows_gap == last.bytes) {
-    last.bytes += next.bytes;
-    return;
-  }
-  if (last.bytes == next.bytes) {
-    // A lone piece takes on the step of what it joins.
-    const std::int64_t paged_step = last.count > 1   ? last.paged_step
-                                    : next.count > 1 ? next.paged_step
-                                                     : paged_gap;
-    const std::int64_t rows_step = last.count > 1   ? last.rows_step
-                                   : next.count > 1 ? next.rows_step
-                                                    : rows_gap;
-    const bool continues = paged_gap == last.count * paged_step &&
-                           rows_gap == last.count * rows_step &&
-                           (next.count == 1 ||
-                            (next.paged_step == paged_step && next.rows_step == rows_step));
-    if (continues) {
-      last.paged_step = paged_step;
-      last.rows_step = rows_step;
-      last.count += next.count;
+// Makes a plan of pieces that come in order.
+class Planner {
+ public:
+  void add(CopySpan next) {
+    // Pieces without a gap on either side are one piece.
+    if (next.count > 1 && next.paged_step == next.bytes && next.rows_step == next.bytes) {
+      next.bytes *= next.count;
+      next.count = 1;
+    }
+    if (next.count == 1) next.paged_step = next.rows_step = 0;
+    const bool touches = next_.count == 1 && next.count == 1 &&
+                         next.paged_offset == next_.paged_offset + next_.bytes &&
+                         next.rows_offset == next_.rows_offset + next_.bytes;
+    if (touches) {
+      next_.bytes += next.bytes;
       return;
     }
+    flush();
+    next_ = next;
   }
-  plan.push_back(next);
-}
+
+  std::vector<CopySpan> finish() {
+    flush();
+    return std::move(plan_);
+  }
+
+ private:
+  // Puts `next_`, which has its final length now, into the plan: it makes the last span longer
+  // where the two describe one pattern. Not earlier, or a step would part what lies side by side.
+  void flush() {
+    if (next_.count == 0) return;
+    if (!plan_.empty() && plan_.back().bytes == next_.bytes) {
+      CopySpan& last = plan_.back();
+      const std::int64_t paged_gap = next_.paged_offset - last.paged_offset;
+      const std::int64_t rows_gap = next_.rows_offset - last.rows_offset;
+      // A lone piece takes on the step of what it joins.
+      const CopySpan& stepped = last.count > 1 ? last : next_;
+      const bool both_lone = stepped.count == 1;
+      const std::int64_t paged_step = both_lone ? paged_gap : stepped.paged_step;
+      const std::int64_t rows_step = both_lone ? rows_gap : stepped.rows_step;
+      const bool continues =
+          paged_gap == last.count * paged_step && rows_gap == last.count * rows_step &&
+          (next_.count == 1 || (next_.paged_step == paged_step && next_.rows_step == rows_step));
+      if (continues) {
+        last.paged_step = paged_step;
+        last.rows_step = rows_step;
+        last.count += next_.count;
+        return;
+      }
+    }
+    plan_.push_back(next_);
+  }
+
+  std::vector<CopySpan> plan_;
+  CopySpan next_{.count = 0};  // may grow
+};
 
 // One pass over the blocks for `row_bytes` at a fixed place in each token.
-void plan_pass(std::vector<CopySpan>& plan, const PagedView& view, const BlockTable& blocks,
-               std::int64_t start, std::int64_t length, const RowsView& rows, std::int64_t layer,
+void plan_pass(Planner& plan, const PagedView& view, const BlockTable& blocks, std::int64_t start,
+               std::int64_t length, const RowsView& rows, std::int64_t layer,
                std::int64_t row_bytes) {
   std::int64_t token = start;
   while (token < start + length) {
     const std::int64_t in_block = token % view.block_size;
     const std::int64_t take = std::min(view.block_size - in_block, start + length - token);
     const std::int64_t block = blocks[static_cast<std::size_t>(token / view.block_size)];
-    append(plan, {.paged_offset = view.offset(block, layer, in_block),
-                  .rows_offset = rows.offset(token - start, layer),
-                  .bytes = row_bytes,
-                  .count = take,
-                  .paged_step = take > 1 ? view.token_stride : 0,
-                  .rows_step = take > 1 ? rows.token_stride : 0});
+    plan.add({.paged_offset = view.offset(block, layer, in_block),
+              .rows_offset = rows.offset(token - start, layer),
+              .bytes = row_bytes,
+              .count = take,
+              .paged_step = view.token_stride,
+              .rows_step = rows.token_stride});
     token += take;
   }
 }
@@ -87,8 +105,10 @@ void check_range(const PagedView& view, const BlockTable& blocks, std::int64_t s
                                 ", must be 0 or more: pass the number of tokens");
   }
   if (length == 0) return;
-  // Compared this way round because start + length may overflow.
-  const std::int64_t covered = blocks.size() * view.block_size;
+  // A view of stride 0 may claim any block size, and start + length may overflow too.
+  constexpr std::int64_t kMost = std::numeric_limits<std::int64_t>::max();
+  const std::int64_t covered =
+      blocks.size() > kMost / view.block_size ? kMost : blocks.size() * view.block_size;
   if (start > covered || length > covered - start) {
     throw std::out_of_range("start " + text(start) + " and length " + text(length) +
                             " reach beyond the " + text(covered) + " tokens of a table of " +
@@ -109,20 +129,19 @@ void check_range(const PagedView& view, const BlockTable& blocks, std::int64_t s
 std::vector<CopySpan> plan_copy(const PagedView& view, const BlockTable& blocks, std::int64_t start,
                                 std::int64_t length, const RowsView& rows) {
   check_range(view, blocks, start, length);
-  std::vector<CopySpan> plan;
-  if (length == 0 || view.num_layers == 0) return plan;
-  const bool layers_touch =
-      view.num_layers == 1 ||
-      (view.layer_stride == view.row_bytes && rows.layer_stride == view.row_bytes);
+  if (length == 0 || view.num_layers == 0) return {};
+  Planner plan;
+  const bool layers_touch = view.num_layers == 1 || (view.layer_stride == view.row_bytes &&
+                                                     rows.layer_stride == view.row_bytes);
   if (layers_touch) {
     // A token's layers lie side by side on both sides: a token is one row.
     plan_pass(plan, view, blocks, start, length, rows, 0, view.row_bytes * view.num_layers);
-    return plan;
+    return plan.finish();
   }
   for (std::int64_t layer = 0; layer < view.num_layers; ++layer) {
     plan_pass(plan, view, blocks, start, length, rows, layer, view.row_bytes);
   }
-  return plan;
+  return plan.finish();
 }
 
 }  // namespace hscache

@@ -14,8 +14,7 @@ SlotPool::SlotPool(std::shared_ptr<Arena> arena, std::int64_t slot_bytes)
   const std::int64_t count = arena_->bytes() / slot_bytes;
   if (count == 0) {
     throw std::invalid_argument("a slot of " + std::to_string(slot_bytes) +
-                                " bytes does not fit a pool of " +
-                                std::to_string(arena_->bytes()) +
+                                " bytes does not fit a pool of " + std::to_string(arena_->bytes()) +
                                 " bytes: set hscache_pool_bytes higher");
   }
   allocated_.resize(static_cast<std::size_t>(count), false);

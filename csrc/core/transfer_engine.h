@@ -4,22 +4,23 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
-#include <deque>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "core/device_runtime.h"
 
 namespace hscache {
 
-// A transfer in flight. Thread-safe.
+// A transfer in flight. Thread-safe. After fork() one that was pending counts as failed in the
+// child, because nobody there ends it.
 class Ticket {
  public:
   enum class State { kPending, kDone, kFailed };
+
+  Ticket();
 
   State state() const;
   // Why it failed; empty otherwise.
@@ -31,7 +32,9 @@ class Ticket {
  private:
   friend class TransferEngine;
   void end(State state, std::string error);
+  bool in_child() const;
 
+  const int owner_pid_;
   mutable std::mutex mutex_;
   mutable std::condition_variable changed_;
   State state_ = State::kPending;
@@ -40,9 +43,9 @@ class Ticket {
 
 // Where one run of a request's tokens goes, one layer of it.
 struct GatherPiece {
-  std::int64_t layer = 0;   // place on the source's layer axis
-  std::int64_t start = 0;   // first token
-  std::int64_t length = 0;  // tokens
+  std::int64_t layer = 0;            // place on the source's layer axis
+  std::int64_t start = 0;            // first token
+  std::int64_t length = 0;           // tokens
   std::byte* destination = nullptr;  // `length` rows side by side
 };
 
@@ -73,6 +76,8 @@ class TransferEngine {
   // options below 1.
   TransferEngine(std::unique_ptr<DeviceRuntime> runtime, TransferOptions options,
                  bool threaded = true);
+  // Closes. In a forked child it leaks on purpose: the threads that use what it holds are not
+  // there, so that joining them, or destroying what they wait for, would never return.
   ~TransferEngine();
   TransferEngine(const TransferEngine&) = delete;
   TransferEngine& operator=(const TransferEngine&) = delete;
@@ -84,62 +89,26 @@ class TransferEngine {
   std::shared_ptr<Ticket> gather(Gather request, Backpressure policy);
 
   // One turn of the state machine: enqueues what there is room for, ends what has run. Returns
-  // whether anything changed. Never blocks on the device.
+  // whether anything changed. Never blocks on the device, unless that refuses to record an event:
+  // then outliving the stream is the only way to know that its work has run.
   bool poll();
 
   // Waits until everything accepted before the call has ended.
   void drain();
 
-  // Refuses new transfers, fails those not yet started, waits for those in flight. Idempotent.
+  // Refuses new transfers, fails those not wholly enqueued, waits for those in flight. Idempotent.
   void close();
 
+  // Transfers accepted and not yet ended.
   std::int64_t pending() const;
 
  private:
-  struct Transfer {
-    Gather request;
-    std::shared_ptr<Ticket> ticket;
-    std::shared_ptr<Event> produced;
-    std::size_t next_piece = 0;
-    std::int64_t pieces_in_flight = 0;
-    std::string error;  // set once something failed: nothing more is enqueued
-    bool wholly_enqueued() const {
-      return !error.empty() || next_piece == request.pieces.size();
-    }
-  };
-  struct PieceInFlight {
-    std::shared_ptr<Transfer> transfer;
-    std::shared_ptr<Event> copied;
-    std::int64_t bytes = 0;
-  };
+  class Machine;
 
-  void enqueue_piece(const std::shared_ptr<Transfer>& transfer);
-  void run();
   bool in_child() const;
 
-  const std::unique_ptr<DeviceRuntime> runtime_;
-  const TransferOptions options_;
-  const bool threaded_;
   const int owner_pid_;
-
-  // The state machine, driven by whoever holds poll_mutex_. Callers of gather() never take it, so
-  // that they do not wait while a long request is planned.
-  std::mutex poll_mutex_;
-  std::vector<std::unique_ptr<Stream>> streams_;
-  std::deque<std::shared_ptr<Transfer>> queue_;  // not wholly enqueued, in order
-  std::vector<std::shared_ptr<Transfer>> running_;  // not ended
-  std::vector<PieceInFlight> in_flight_;
-  std::int64_t in_flight_bytes_ = 0;
-  std::size_t next_stream_ = 0;
-
-  // What callers share with it.
-  mutable std::mutex mutex_;
-  std::condition_variable work_;   // something to poll for
-  std::condition_variable ended_;  // a transfer ended, or the engine closed
-  std::vector<std::shared_ptr<Transfer>> inbox_;
-  std::vector<std::shared_ptr<Ticket>> pending_;  // accepted, not ended
-  bool closing_ = false;
-  std::thread thread_;
+  std::unique_ptr<Machine> machine_;
 };
 
 }  // namespace hscache

@@ -19,8 +19,8 @@ __global__ void __launch_bounds__(kThreads)
     gather_kernel(PagedView paged, const std::int64_t* block_ids, std::int64_t start,
                   std::int64_t length, RowsView rows) {
   const std::int64_t warps = static_cast<std::int64_t>(gridDim.x) * (kThreads / kWarp);
-  const std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * (kThreads / kWarp) +
-                             threadIdx.x / kWarp;
+  const std::int64_t first =
+      static_cast<std::int64_t>(blockIdx.x) * (kThreads / kWarp) + threadIdx.x / kWarp;
   const std::int64_t words = paged.row_bytes / static_cast<std::int64_t>(sizeof(Word));
   const std::int64_t total = length * paged.num_layers;
   for (std::int64_t row = first; row < total; row += warps) {
@@ -56,11 +56,10 @@ cudaError_t gather_rows(const PagedView& paged, const std::int64_t* block_ids, s
   if (start < 0 || length < 0) return cudaErrorInvalidValue;
   if (length == 0 || paged.num_layers == 0) return cudaSuccess;
   // The lowest bit set anywhere tells the widest word that divides everything.
-  const auto bits = reinterpret_cast<std::uintptr_t>(paged.data) |
-                    reinterpret_cast<std::uintptr_t>(rows.data) |
-                    static_cast<std::uintptr_t>(paged.row_bytes | paged.block_stride |
-                                                paged.layer_stride | paged.token_stride |
-                                                rows.token_stride | rows.layer_stride);
+  const auto bits =
+      reinterpret_cast<std::uintptr_t>(paged.data) | reinterpret_cast<std::uintptr_t>(rows.data) |
+      static_cast<std::uintptr_t>(paged.row_bytes | paged.block_stride | paged.layer_stride |
+                                  paged.token_stride | rows.token_stride | rows.layer_stride);
   switch (std::min(std::countr_zero(bits), 4)) {
     case 4:
       return launch_gather<uint4>(paged, block_ids, start, length, rows, stream, max_blocks);

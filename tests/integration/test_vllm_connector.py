@@ -12,7 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from hidden_cache import cleanup_hidden_states, load_hidden_states, read_metadata
+from hidden_cache import (
+    SampleRefusedError,
+    cleanup_hidden_states,
+    load_hidden_states,
+    read_metadata,
+)
 from tests.integration import engine
 
 pytestmark = pytest.mark.engine
@@ -48,11 +53,13 @@ class TestPrefixCachingAndChunkedPrefill:
     """Prefix caching on, 256 tokens a step: longer prompts take several steps."""
 
     @pytest.fixture(scope="class")
-    def samples(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    @classmethod
+    def samples(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
         return tmp_path_factory.mktemp("samples") / "made" / "by-the-connector"
 
     @pytest.fixture(scope="class")
-    def llm(self, model: Path, samples: Path) -> Iterator[Any]:
+    @classmethod
+    def llm(cls, model: Path, samples: Path) -> Iterator[Any]:
         llm = engine.start(model, samples)
         yield llm
         engine.stop(llm)
@@ -134,3 +141,101 @@ class TestPrefixCachingAndChunkedPrefill:
             moved.rename(samples)
         (output,) = engine.generate(llm, [tokens(14, 300)])
         check(output)
+
+
+class TestTensorParallel:
+    """Two ranks, prefix caching off: rank 0 writes, every rank lets go of every request."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def llm(cls, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
+        try:
+            llm = engine.start(
+                model,
+                tmp_path_factory.mktemp("samples"),
+                tensor_parallel_size=2,
+                enable_prefix_caching=False,
+            )
+        finally:
+            del os.environ["VLLM_CPU_OMP_THREADS_BIND"]
+        yield llm
+        engine.stop(llm)
+
+    def test_rows_of_prompts_around_a_block_and_in_several_steps(self, llm: Any) -> None:
+        prompts = [tokens(200 + n, n) for n in (5, BLOCK, BLOCK + 1, 2 * CHUNK + 3, 1000)]
+        for output in engine.generate(llm, prompts):
+            check(output)
+
+    def test_a_shared_prefix_is_gathered_once(self, llm: Any) -> None:
+        document = tokens(20, 2 * CHUNK)
+        engine.generate(llm, [document + tokens(21, 30)])
+        (output,) = engine.generate(llm, [document + tokens(22, 30)])
+        assert check(output)["tokens_from_pool"] == str(2 * CHUNK)
+
+    def test_no_blocks_leak(self, llm: Any) -> None:
+        """Held blocks come back on both ranks, or the next requests would wait for ever."""
+        for n in range(5):
+            for output in engine.generate(llm, [tokens(300 + 10 * n + i, 1500) for i in range(4)]):
+                check(output)
+        usage = {m.name: m for m in llm.get_metrics()}["vllm:kv_cache_usage_perc"].value
+        assert usage < 12 / 455  # one leaked request's share of the engine's blocks
+
+
+class TestPoolUnderPressure:
+    """A pool of four chunks: long requests are refused with a reason, others wait their turn."""
+
+    POOL_BYTES = 4 * CHUNK * len(engine.LAYER_IDS) * 128 * 2
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def llm(cls, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+        samples = tmp_path_factory.mktemp("samples")
+        llm = engine.start(model, samples, extra={"hscache_pool_bytes": cls.POOL_BYTES})
+        yield llm
+        engine.stop(llm)
+
+    def test_a_request_larger_than_the_pool_is_refused_with_the_remedy(self, llm: Any) -> None:
+        (output,) = engine.generate(llm, [tokens(400, 5 * CHUNK)])
+        path = output.kv_transfer_params["hidden_states_path"]
+        with pytest.raises(SampleRefusedError, match="hscache_pool_bytes") as refused:
+            load_hidden_states(path, timeout=30)
+        assert refused.value.reason == "pool_full"
+
+    def test_requests_that_fit_one_at_a_time_are_all_served(self, llm: Any) -> None:
+        for output in engine.generate(llm, [tokens(410 + n, 3 * CHUNK + 5) for n in range(8)]):
+            path = output.kv_transfer_params["hidden_states_path"]
+            sample = load_hidden_states(path, timeout=30)
+            assert torch.equal(sample["hidden_states"], torch.load(f"{path}.expected")["rows"])
+
+
+class TestRefusedStarts:
+    """Configurations that cannot work end the start with a sentence that says what to do."""
+
+    def start(
+        self, model: Path, samples: Path, capfd: pytest.CaptureFixture[str], **changes: Any
+    ) -> str:
+        with pytest.raises((RuntimeError, ValueError)):
+            engine.start(model, samples, **changes)
+        captured = capfd.readouterr()
+        return captured.out + captured.err
+
+    def test_without_the_extraction_method(
+        self, model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        printed = self.start(model, tmp_path, capfd, speculative_config=None)
+        assert "needs 'extract_hidden_states'" in printed
+
+    def test_into_a_folder_that_cannot_be_made(
+        self, model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        (tmp_path / "file").write_text("not a folder")
+        printed = self.start(model, tmp_path / "file" / "samples", capfd)
+        assert "shared_storage_path" in printed
+        assert "cannot be written" in printed
+
+    def test_with_a_pool_larger_than_memory(
+        self, model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        printed = self.start(model, tmp_path, capfd, extra={"hscache_pool_bytes": 1 << 60})
+        assert "set hscache_pool_bytes lower" in printed

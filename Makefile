@@ -1,0 +1,70 @@
+# make demo   the main job: a real engine, a real model, hidden states out
+# make test   all tests
+# make help   everything else
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+PY := .venv/bin/python
+BUILD := build/.installed
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
+
+CXX_FILES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+
+.PHONY: help build demo test test-fast test-cpp sanitize soak wheel test-wheel lint format bench clean
+
+help: ## show this
+	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
+
+.venv/.ready: tools/bootstrap.sh tools/requirements.txt tools/requirements-model.txt
+	@tools/bootstrap.sh
+	@touch $@
+
+$(BUILD): .venv/.ready setup.py pyproject.toml CMakeLists.txt $(CXX_FILES)
+	@tools/build.sh
+	@touch $@
+
+build: $(BUILD) ## make .venv, install what is needed, build the native code
+
+demo: $(BUILD) ## run the main job on a real engine and a real model
+	@$(PY) -m demo $(ARGS)
+
+test: $(BUILD) test-cpp sanitize ## all tests: C++ (plain and under sanitizers), Python, the real engine
+	@$(PY) -m pytest -m "not soak" --junitxml=build/pytest.xml $(ARGS)
+
+test-fast: $(BUILD) test-cpp ## what does not start an engine, in under two minutes
+	@$(PY) -m pytest -m "not soak and not engine" --junitxml=build/pytest-fast.xml $(ARGS)
+
+test-cpp: .venv/.ready ## the C++ tests
+	@tools/ctest.sh plain
+
+sanitize: .venv/.ready ## the C++ tests under AddressSanitizer with UBSan, and under ThreadSanitizer
+	@tools/ctest.sh address,undefined
+	@tools/ctest.sh thread
+
+soak: $(BUILD) ## what runs long
+	@$(PY) -m pytest -m soak $(ARGS)
+
+wheel: $(BUILD) ## a wheel in dist/
+	@rm -rf dist
+	@$(PY) -m pip --disable-pip-version-check wheel -q --no-build-isolation --no-deps -w dist .
+	@ls -l dist
+
+test-wheel: wheel ## install the wheel in a bare environment and run the fast tests there
+	@tools/test_wheel.sh
+
+lint: .venv/.ready ## formatters and linters in check mode
+	@clang-format --dry-run --Werror $(CXX_FILES)
+	@ruff format --check -q .
+	@ruff check -q .
+	@mypy
+
+format: .venv/.ready ## put the code into shape
+	@clang-format -i $(CXX_FILES)
+	@ruff format -q .
+	@ruff check -q --fix .
+
+bench: $(BUILD) ## benchmarks: make bench ARGS="ops --quick"
+	@$(PY) -m benchmarks $(ARGS)
+
+clean: ## remove what was built; .venv stays
+	@rm -rf build dist *.egg-info hidden_cache/*.so demo-output
