@@ -49,7 +49,7 @@ def cuda_choice() -> str:
     return choice
 
 
-class CMakeBuild(build_ext):
+class CMakeBuild(build_ext):  # type: ignore[misc]
     """Runs CMake once and lays its products beside the Python files."""
 
     def build_extension(self, ext: Extension) -> None:

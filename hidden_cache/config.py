@@ -45,6 +45,9 @@ class HiddenCacheConfig:
     allow_untested: bool = False
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = _parse(field.name, getattr(self, field.name), type(field.default))
+            object.__setattr__(self, field.name, value)
         if self.chunk_size < 0:
             raise ConfigError(
                 f"{PREFIX}chunk_size is {self.chunk_size}: set a number of tokens, or 0 for the "
@@ -62,7 +65,7 @@ class HiddenCacheConfig:
         Raises:
             ConfigError: an unknown key of ours (it names the nearest), a value of the wrong kind.
         """
-        return cls._build(_from_environment() | _ours(settings, "setting"))
+        return cls(**(_from_environment() | _ours(settings, "setting")))
 
     # An engine's extra config is a dictionary of settings like any other.
     from_extra_config = from_dict
@@ -80,12 +83,7 @@ class HiddenCacheConfig:
         loaded = yaml.safe_load(Path(path).read_text())
         if not isinstance(loaded, dict):
             raise ConfigError(f"{path} holds {type(loaded).__name__}, must hold a mapping of keys")
-        return cls._build(_ours(loaded, str(path)) | _from_environment())
-
-    @classmethod
-    def _build(cls, values: Mapping[str, Any]) -> HiddenCacheConfig:
-        kinds = {field.name: type(field.default) for field in dataclasses.fields(cls)}
-        return cls(**{name: _parse(name, value, kinds[name]) for name, value in values.items()})
+        return cls(**(_ours(loaded, str(path)) | _from_environment()))
 
 
 def _ours(settings: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 
 class HiddenCacheError(Exception):
     """Base of all errors of this package."""
@@ -22,6 +25,10 @@ class PoolFullError(HiddenCacheError):
         super().__init__(message)
         self.can_wait = can_wait
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exceptions cross process borders, and are made again from their one argument otherwise.
+        return partial(PoolFullError, can_wait=self.can_wait), self.args
+
 
 class QueueFullError(HiddenCacheError):
     """As many transfers are pending as may be; room appears as they end."""
@@ -33,6 +40,10 @@ class TransferError(HiddenCacheError):
 
 class UnsupportedVersionError(HiddenCacheError):
     """A file or a peer of a version that this one does not read."""
+
+
+class DamagedSampleError(HiddenCacheError):
+    """A file that is no sample, or not a whole one."""
 
 
 class SampleRefusedError(HiddenCacheError):
@@ -52,3 +63,6 @@ class SampleRefusedError(HiddenCacheError):
         self.request_id = request_id
         self.reason = reason
         self.detail = detail
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SampleRefusedError, (self.path, self.request_id, self.reason, self.detail)

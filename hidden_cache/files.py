@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from hidden_cache.errors import SampleRefusedError, UnsupportedVersionError
+from hidden_cache.errors import DamagedSampleError, SampleRefusedError, UnsupportedVersionError
 
 FORMAT_VERSION = "1.0"
 SUFFIX = ".safetensors"
@@ -50,15 +50,17 @@ def sample_name(request_id: str) -> str:
     """The file name of a request's sample: one name inside any folder, whatever the id says.
 
     Characters other than letters, digits and `-_.~` are percent-encoded, as is a leading dot, and
-    ids whose code is longer than 200 bytes are cut and get a hash. Ordinary ids are unchanged.
+    ids whose code is longer than 200 bytes are cut and get `=` and a hash; no id is `=`. Different
+    ids have different names, and ordinary ids are unchanged.
     """
-    name = urllib.parse.quote(request_id, safe="")
-    if name.startswith(".") or not name:
+    name = urllib.parse.quote(request_id, safe="", errors="surrogatepass")
+    if name.startswith("."):
         name = "%2E" + name[1:]
+    # A code never holds "=", so that what follows is nobody else's name.
     if len(name) > _MAX_NAME_BYTES:
-        digest = hashlib.sha256(request_id.encode(errors="surrogatepass")).hexdigest()[:32]
-        name = f"{name[: _MAX_NAME_BYTES - len(digest) - 1]}-{digest}"
-    return name + SUFFIX
+        digest = hashlib.sha256(name.encode()).hexdigest()[:32]
+        name = f"{name[: _MAX_NAME_BYTES - len(digest) - 1]}={digest}"
+    return (name or "=") + SUFFIX
 
 
 def lock_path(path: str | Path) -> str:
@@ -159,7 +161,8 @@ def write_sample(
         metadata: strings for the file's metadata; `hscache_version` is added.
 
     Raises:
-        ValueError: pieces that do not make up the shape, a dtype that safetensors does not know.
+        ValueError: pieces or token ids that do not make up the shape, a dtype that a sample does
+            not take.
         OSError: the disk or the folder does not take it. Nothing is left behind then.
     """
     if dtype not in _DTYPE_NAMES:
@@ -167,6 +170,8 @@ def write_sample(
             f"hidden states are {dtype}: a sample takes {sorted(_DTYPE_NAMES.values())}"
         )
     tokens, layers, hidden = shape
+    if token_ids.numel() not in (0, tokens):
+        raise ValueError(f"{token_ids.numel()} token ids for {tokens} tokens: pass all or none")
     ids_bytes = token_ids.numel() * 8
     total = tokens * layers * hidden * dtype.itemsize
     header = {
@@ -182,7 +187,8 @@ def write_sample(
             "data_offsets": [ids_bytes, ids_bytes + total],
         },
     }
-    text = json.dumps(header).encode()
+    # A request id may hold half of a surrogate pair, which no reader of the format takes.
+    text = json.dumps(header, ensure_ascii=False).encode(errors="replace")
     text += b" " * (-len(text) % 8)
     written = 0
     with _published(path) as fd:
@@ -228,6 +234,7 @@ def load_hidden_states(path: str | Path, timeout: float | None = None) -> dict[s
         FileNotFoundError: neither sample nor writer is there.
         TimeoutError: not within `timeout`.
         UnsupportedVersionError: written by a newer major version.
+        DamagedSampleError: the file is no sample, or not a whole one.
     """
     path = str(path)
     deadline = None if timeout is None else time.monotonic() + timeout
@@ -268,15 +275,19 @@ def _is_current(fd: int, path: str) -> bool:
 
 
 def _load(path: str, *, locked: bool) -> dict[str, torch.Tensor]:
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    with contextlib.suppress(FileNotFoundError), open(error_path(path)) as file:
+    with contextlib.suppress(FileNotFoundError), open(error_path(path), "rb") as file:
         refusal = _parse_refusal(file.read())
         raise SampleRefusedError(path, *refusal)
     try:
         read_metadata(path)
         tensors: dict[str, torch.Tensor] = load_file(path)
+        _check_sample(path, tensors)
         return tensors
+    except SafetensorError as error:
+        raise DamagedSampleError(f"{path} cannot be read: {error}: remove it") from error
     except FileNotFoundError as error:
         if not locked:
             raise FileNotFoundError(
@@ -288,12 +299,28 @@ def _load(path: str, *, locked: bool) -> dict[str, torch.Tensor]:
         ) from error
 
 
-def _parse_refusal(text: str) -> tuple[str, str, str]:
+def _check_sample(path: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    rows, ids = tensors.get("hidden_states"), tensors.get("token_ids")
+    if (
+        rows is None
+        or ids is None
+        or rows.dim() != 3
+        or ids.dtype != torch.int64
+        or ids.shape not in ((0,), (len(rows),))
+    ):
+        found = {name: (list(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()}
+        raise DamagedSampleError(
+            f"{path} holds {found}, must hold hidden_states [tokens, layers, hidden] and token_ids "
+            "[tokens] of torch.int64: is it a sample?"
+        )
+
+
+def _parse_refusal(text: bytes) -> tuple[str, str, str]:
     """Request id, reason and detail out of an error file that may hold anything."""
     try:
         refusal: Any = json.loads(text)
         return str(refusal["request_id"]), str(refusal["reason"]), str(refusal["detail"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return "", "unknown", "the error file beside it cannot be read"
 
 
@@ -303,11 +330,15 @@ def read_metadata(path: str | Path) -> dict[str, str]:
     Raises:
         FileNotFoundError: no such file.
         UnsupportedVersionError: written by a newer major version.
+        DamagedSampleError: no safetensors file, or not a whole one.
     """
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
-    with safe_open(str(path), framework="pt") as file:
-        metadata: dict[str, str] = file.metadata() or {}
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            metadata: dict[str, str] = file.metadata() or {}
+    except SafetensorError as error:
+        raise DamagedSampleError(f"{path} cannot be read: {error}: remove it") from error
     version = metadata.get("hscache_version", FORMAT_VERSION)
     if version.split(".")[0] != FORMAT_VERSION.split(".")[0]:
         raise UnsupportedVersionError(

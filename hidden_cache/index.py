@@ -33,8 +33,15 @@ class Entry:
     layers: dict[int, LayerRows] = field(default_factory=dict)
     pins: int = 0
     last_used: int = 0
-    present: bool = True
-    queued: bool = False
+    reachable: bool = True  # no predecessor is missing
+    record: int = 0  # number of its record in the eviction heap, 0 without one
+
+    @property
+    def busy(self) -> bool:
+        """Whether it must stay: somebody holds it, or a transfer still writes into it."""
+        return self.pins > 0 or any(
+            rows.ticket is not None and not rows.ticket.ended for rows in self.layers.values()
+        )
 
 
 class ChunkIndex:
@@ -42,17 +49,18 @@ class ChunkIndex:
 
     A chunk without its predecessors cannot be returned, so leaves go before what they hang on,
     and a chunk whose predecessor is gone goes before everything else. Among equals the least
-    recently used goes first. Pinned chunks stay. Not thread-safe: the store's lock guards it.
+    recently used goes first. Busy chunks stay. Not thread-safe: the store's lock guards it.
     """
 
     def __init__(self) -> None:
         self._entries: dict[bytes, Entry] = {}
         self._children: dict[bytes, set[Entry]] = {}
         self._clock = 0
-        # Candidates as (priority, tie, entry). Records go stale and are put right when they
-        # come up: an entry has at most one, so that touching costs nothing here.
-        self._heap: list[tuple[int, int, Entry]] = []
-        self._tie = 0
+        # Candidates as (reachable, last used, record number, entry). A record whose number is not
+        # its entry's is void. The others may lag behind what was touched since, and are put right
+        # when they come up, so that touching costs nothing here.
+        self._heap: list[tuple[bool, int, int, Entry]] = []
+        self._records = 0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -69,8 +77,13 @@ class ChunkIndex:
         self._entries[key] = entry
         if parent_key is not None:
             self._children.setdefault(parent_key, set()).add(entry)
+            parent = self._entries.get(parent_key)
+            entry.reachable = parent is not None and parent.reachable
+        if entry.reachable:
+            for found in self._descendants(key):
+                found.reachable = True
         self.touch(entry)
-        self._enqueue(entry)
+        self._file(entry)
         return entry
 
     def touch(self, entry: Entry) -> None:
@@ -80,69 +93,55 @@ class ChunkIndex:
 
     def remove(self, entry: Entry) -> None:
         """Forgets an entry. What hangs on it becomes unreachable, until its key is added again."""
-        entry.present = False
         del self._entries[entry.key]
+        entry.record = 0
         if entry.parent_key is not None:
             siblings = self._children[entry.parent_key]
             siblings.discard(entry)
             if not siblings:
                 del self._children[entry.parent_key]
                 parent = self._entries.get(entry.parent_key)
-                if parent is not None:
-                    self._enqueue(parent)
-        for orphan in self._descendants(entry.key):
-            if orphan.key not in self._children:
-                orphan.queued = False  # its record, if any, is filed too late: file another
-                self._enqueue(orphan)
+                if parent is not None and parent.record == 0:
+                    self._file(parent)
+        if entry.reachable:
+            for orphan in self._descendants(entry.key):
+                orphan.reachable = False
+                orphan.record = 0  # filed too late now
+                if orphan.key not in self._children:
+                    self._file(orphan)
 
     def pop_victim(self) -> Entry | None:
-        """Removes and returns the entry that goes next, or None when all are pinned."""
+        """Removes and returns the entry that goes next, or None when all are busy."""
         held: list[Entry] = []
         victim = None
         while self._heap:
-            priority, _, entry = heapq.heappop(self._heap)
-            if not entry.present or not entry.queued:
+            reachable, last_used, record, entry = heapq.heappop(self._heap)
+            if record != entry.record:
                 continue
-            entry.queued = False
+            entry.record = 0
             if entry.key in self._children:
                 continue  # not a leaf now: filed again when its last child goes
-            if self._busy(entry):
+            if entry.busy:
                 held.append(entry)
-                continue
-            if priority != self._priority(entry):
-                self._enqueue(entry)
-                continue
-            victim = entry
-            break
+            elif (reachable, last_used) != (entry.reachable, entry.last_used):
+                self._file(entry)
+            else:
+                victim = entry
+                break
         for entry in held:
-            self._enqueue(entry)
+            self._file(entry)
         if victim is not None:
             self.remove(victim)
         return victim
 
-    def _busy(self, entry: Entry) -> bool:
-        in_flight = any(
-            rows.ticket is not None and not rows.ticket.ended for rows in entry.layers.values()
-        )
-        return entry.pins > 0 or in_flight
-
-    def _priority(self, entry: Entry) -> int:
-        return entry.last_used if self._reachable(entry) else -1
-
-    def _reachable(self, entry: Entry) -> bool:
-        parent_key = entry.parent_key
-        while parent_key is not None:
-            parent = self._entries.get(parent_key)
-            if parent is None:
-                return False
-            parent_key = parent.parent_key
-        return True
-
-    def _enqueue(self, entry: Entry) -> None:
-        if not entry.queued:
-            entry.queued = True
-            self._tie += 1
-            heapq.heappush(self._heap, (self._priority(entry), self._tie, entry))
+    def _file(self, entry: Entry) -> None:
+        """Puts an entry among the candidates, and void records away when they are too many."""
+        self._records += 1
+        entry.record = self._records
+        heapq.heappush(self._heap, (entry.reachable, entry.last_used, entry.record, entry))
+        if len(self._heap) > 2 * len(self._entries) + 64:
+            self._heap = [record for record in self._heap if record[2] == record[3].record]
+            heapq.heapify(self._heap)
 
     def _descendants(self, key: bytes) -> Iterator[Entry]:
         pending = list(self._children.get(key, ()))

@@ -112,13 +112,18 @@ class Lease:
 
         Raises:
             TransferError: a transfer that brings some of them failed.
+            HiddenCacheError: released, or called in a forked child, where none would end.
         """
-        for ticket in self._tickets():
+        with self._store._guard():
+            tickets = self._tickets()
+        for ticket in tickets:
             ticket.wait()
             if ticket.error is not None:
                 raise TransferError(ticket.error)
 
     def _tickets(self) -> list[_native.Ticket]:
+        if self._released:
+            raise HiddenCacheError("the lease was released: read before release()")
         tickets = [] if self.ticket is None else [self.ticket]
         for entry in self._entries:
             for layer in self.layer_idxs:
@@ -135,8 +140,9 @@ class Lease:
             out: `[n, layers, hidden]`, contiguous, of the lease's dtype.
 
         Raises:
-            ValueError: another shape, dtype or layout.
+            ValueError: another shape, dtype or layout, rows that the lease does not have.
             TransferError: not all rows are in the pool; `wait` first.
+            HiddenCacheError: released.
         """
         expected = (len(self.layer_idxs), self.hidden)
         if out.dim() != 3 or tuple(out.shape[1:]) != expected or out.dtype != self.dtype:
@@ -146,7 +152,13 @@ class Lease:
             )
         if not out.is_contiguous() or out.device.type != "cpu":
             raise ValueError("out must be contiguous and on the CPU")
-        if self._released or not all(ticket.done for ticket in self._tickets()):
+        if start < 0 or start + len(out) > self.num_tokens:
+            raise ValueError(
+                f"rows {start} to {start + len(out)} are asked for, the lease has {self.num_tokens}"
+            )
+        with self._store._guard():
+            tickets = self._tickets()
+        if not all(ticket.done for ticket in tickets):
             raise TransferError("the rows are not in the pool: wait() for them before reading")
         row_bytes = self.hidden * self.dtype.itemsize
         for place, layer in enumerate(self.layer_idxs):
@@ -166,9 +178,10 @@ class Lease:
 
         Waits for transfers into chunks that go.
         """
-        if self._released:
-            return
-        self._released = True
+        with self._store._guard():
+            if self._released:
+                return
+            self._released = True
         if self._private and self.ticket is not None:
             self.ticket.wait()
         self._store._release(self._entries, [slot for chunk in self._private for slot in chunk])
@@ -255,7 +268,9 @@ class HiddenStateStore:
             ValueError, IndexError: arguments that do not fit each other.
             PoolFullError: no room for all of it; nothing is stored.
         """
-        chunks = [chunk for chunk in self._to_chunks(chunks_or_token_ids) if chunk.key is not None]
+        chunks = self._to_chunks(chunks_or_token_ids)
+        self._check_chunks(chunks)
+        chunks = [chunk for chunk in chunks if chunk.key is not None]
         before = [chunk for chunk in chunks if chunk.start < token_offset]
         parent_key = before[-1].key if before else None
         while True:
@@ -281,12 +296,9 @@ class HiddenStateStore:
         """Brings a request's rows into the pool and holds them there; only enqueues, never waits.
 
         Arguments and errors are `store_paged`'s, and QueueFullError where that one waits. `chunks`
-        must follow each other from token 0 on; those without a key come last and live as long as
-        the lease does.
+        may end with some without a key, the last of them short: these live as long as the lease.
         """
-        ends = [chunk.end for chunk in chunks]
-        if [chunk.start for chunk in chunks] != [0, *ends[:-1]][: len(chunks)]:
-            raise ValueError(f"chunks {chunks} must follow each other from token 0 on")
+        self._check_chunks(chunks)
         return self._lease(chunks, paged, block_ids, layer_idxs, stream, None)
 
     def _lease(
@@ -299,12 +311,12 @@ class HiddenStateStore:
         parent_key: bytes | None,
     ) -> Lease:
         view, rows, layers = self._check_paged(paged, layer_idxs)
-        if any(chunk.end - chunk.start > self.chunk_size for chunk in chunks):
-            raise ValueError(f"chunks {chunks} must be of at most {self.chunk_size} tokens")
         with self._guard():
             self._check_open()
             self._forget_ended()
+            first = self._pool is None
             pool = self._pool_for(rows)
+            slots: list[int] = []
             entries: list[Entry] = []
             pieces: list[tuple[int, int, int, int]] = []
             private: list[list[int]] = []
@@ -312,7 +324,7 @@ class HiddenStateStore:
             created: list[Entry] = []
             gathered = 0
             try:
-                needed = 0
+                needed = present = 0
                 for chunk in chunks:
                     if chunk.key is None:
                         needed += len(layers)
@@ -326,8 +338,9 @@ class HiddenStateStore:
                     entry.pins += 1
                     entries.append(entry)
                     needed += sum(layer not in entry.layers for layer in layers)
-                slots = self._allocate(needed, pool)
-                keyed = iter(entries)
+                    present += len(entry.layers)
+                slots = self._allocate(needed, present, pool)
+                unused, keyed = iter(slots), iter(entries)
                 for chunk in chunks:
                     length = chunk.end - chunk.start
                     owned: list[int] = []
@@ -336,7 +349,7 @@ class HiddenStateStore:
                     for place, layer in enumerate(layers):
                         if entry is not None and layer in entry.layers:
                             continue
-                        slot = slots.pop()
+                        slot = next(unused)
                         pieces.append((place, chunk.start, length, slot))
                         fresh = True
                         if entry is None:
@@ -363,11 +376,13 @@ class HiddenStateStore:
             except BaseException:
                 for entry in entries:
                     entry.pins -= 1
-                freed = [entry.layers.pop(layer).slot for entry, layer in added]
-                freed += [slot for chunk_slots in private for slot in chunk_slots]
-                pool.free(freed)
+                for entry, layer in added:
+                    del entry.layers[layer]
                 for entry in reversed(created):
                     self._index.remove(entry)
+                pool.free(slots)
+                if first:
+                    self._pool = self._rows = None  # the next store may bring other rows
                 raise
             total = sum(chunk.end - chunk.start for chunk in chunks)
             self._tokens_gathered += gathered
@@ -441,14 +456,7 @@ class HiddenStateStore:
         """
         with self._guard():
             entry = self._settled(key)
-            if (
-                entry is None
-                or entry.pins > 0
-                or any(
-                    rows.ticket is not None and not rows.ticket.ended
-                    for rows in entry.layers.values()
-                )
-            ):
+            if entry is None or entry.busy:
                 return False
             self._index.remove(entry)
             self._free(entry)
@@ -507,6 +515,24 @@ class HiddenStateStore:
             return list(given)
         return self._chunker.chunks(given)
 
+    def _check_chunks(self, chunks: Sequence[Chunk]) -> None:
+        """Refuses chunks that are not whole, in a row from token 0 on, those with keys first."""
+        keys = [chunk.key for chunk in chunks if chunk.key is not None]
+        for place, chunk in enumerate(chunks):
+            start, last = place * self.chunk_size, place == len(chunks) - 1
+            tail = last and chunk.key is None and start < chunk.end <= start + self.chunk_size
+            whole = chunk.end == start + self.chunk_size
+            if chunk.start != start or not (whole or tail):
+                raise ValueError(
+                    f"chunk {place} is {chunk}, must be tokens {start} to "
+                    f"{start + self.chunk_size}: chunks are of {self.chunk_size} tokens from token "
+                    "0 on, but for a last one without a key"
+                )
+            if (chunk.key is not None) != (place < len(keys)):
+                raise ValueError(f"chunk {place} is {chunk}: those without a key must come last")
+        if len(set(keys)) != len(keys):
+            raise ValueError(f"chunks {chunks} have a key twice: a key names one whole prefix")
+
     def _check_paged(
         self, paged: torch.Tensor, layer_idxs: Sequence[int]
     ) -> tuple[_native.PagedView, _RowFormat, tuple[int, ...]]:
@@ -535,7 +561,14 @@ class HiddenStateStore:
 
     def _pool_for(self, rows: _RowFormat) -> _native.SlotPool:
         if self._pool is None:
-            self._pool = _native.SlotPool(self._arena, self.chunk_size * rows.row_bytes)
+            slot_bytes = self.chunk_size * rows.row_bytes
+            if slot_bytes > self._arena.bytes:
+                raise PoolFullError(
+                    f"one layer of one chunk is {slot_bytes} bytes, the whole pool "
+                    f"{self._arena.bytes}: set hscache_pool_bytes higher",
+                    can_wait=False,
+                )
+            self._pool = _native.SlotPool(self._arena, slot_bytes)
             self._rows = rows
         if self._rows != rows:
             raise ValueError(
@@ -557,7 +590,7 @@ class HiddenStateStore:
             if rows.ticket is not None and rows.ticket.done:
                 rows.ticket = None
             failed |= rows.ticket is not None and rows.ticket.error is not None
-        if failed and entry.pins == 0:
+        if failed and not entry.busy:
             self._index.remove(entry)
             self._free(entry)
             return None
@@ -578,12 +611,16 @@ class HiddenStateStore:
             found.append(entry)
         return found
 
-    def _allocate(self, count: int, pool: _native.SlotPool) -> list[int]:
-        """Slots for a store, evicting what is not pinned; all or none."""
-        if count > pool.num_slots:
+    def _allocate(self, count: int, present: int, pool: _native.SlotPool) -> list[int]:
+        """Slots for a store, evicting what is not busy; all or none.
+
+        `present` slots hold the rest of the same request, and none of them makes room for it.
+        """
+        whole = count + present
+        if whole > pool.num_slots:
             raise PoolFullError(
-                f"the request needs {count} slots of {pool.slot_bytes} bytes, the whole pool has "
-                f"{pool.num_slots}: set hscache_pool_bytes to {count * pool.slot_bytes} or more",
+                f"the request takes {whole} slots of {pool.slot_bytes} bytes, the whole pool has "
+                f"{pool.num_slots}: set hscache_pool_bytes to {whole * pool.slot_bytes} or more",
                 can_wait=False,
             )
         while (slots := pool.allocate(count)) is None:
@@ -596,7 +633,6 @@ class HiddenStateStore:
                 )
             self._evicted_chunks += 1
             self._free(victim)
-        slots.reverse()  # taken from the end: in address order
         return slots
 
     def _free(self, entry: Entry) -> None:

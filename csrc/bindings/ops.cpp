@@ -120,7 +120,7 @@ Tensor gather_paged(Tensor paged, Tensor block_ids, std::int64_t start, std::int
 }  // namespace
 
 STABLE_TORCH_LIBRARY(hscache, m) {
-  m.def("gather_paged(Tensor paged, Tensor block_ids, int start, int length) -> Tensor");
+  m.def("gather_paged(Tensor paged, Tensor block_ids, SymInt start, SymInt length) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(hscache, CPU, m) { m.impl("gather_paged", TORCH_BOX(&gather_paged)); }

@@ -62,14 +62,17 @@ class ConnectorOptions:
             logger.warning("kv_connector_extra_config: unknown key %s is ignored%s", key, hint)
         options = cls(**{key: extra[key] for key in known if key in extra})
         threads = options.num_writer_threads
-        if not isinstance(threads, int) or threads < 1:
+        if not isinstance(threads, int) or isinstance(threads, bool) or threads < 1:
             raise ConfigError(f"num_writer_threads is {threads!r}, must be a number from 1 on")
         if not isinstance(options.use_synchronization_lock, bool):
             raise ConfigError(
                 f"use_synchronization_lock is {options.use_synchronization_lock!r}: set true or "
                 "false"
             )
-        return replace(options, shared_storage_path=str(options.shared_storage_path))
+        folder = options.shared_storage_path
+        if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
+            raise ConfigError(f"shared_storage_path is {folder!r}, must be a folder's path")
+        return replace(options, shared_storage_path=os.fspath(folder))
 
     def check_storage(self) -> None:
         """Makes the storage folder and tries it out. Raises ConfigError when it cannot be used."""

@@ -70,11 +70,13 @@ class SchedulerSide:
         params = request.kv_transfer_params or {}
         if params.get("include_output_tokens", False):
             # The last token was sampled and never an input: it has no row.
-            token_ids = list(request.all_token_ids)[:-1]
-            num_tokens = len(token_ids)
+            num_tokens = request.num_tokens - 1
+            token_ids = list(request.all_token_ids)[:num_tokens]
         else:
-            token_ids = list(request.prompt_token_ids or ())
             num_tokens = request.num_prompt_tokens
+            token_ids = list(request.prompt_token_ids or ())
+        if request.prompt_token_ids is None:
+            token_ids = []  # a prompt of embeddings: what the engine has in their place is no ids
         if request.num_computed_tokens < num_tokens:
             return refuse(
                 "incomplete",

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -19,7 +20,7 @@ from hidden_cache.errors import (
     QueueFullError,
     TransferError,
 )
-from hidden_cache.files import SampleLock, write_error, write_sample
+from hidden_cache.files import SampleLock, cleanup_hidden_states, write_error, write_sample
 from hidden_cache.integrations.vllm.messages import Refusal, SaveOrder, StepMetadata
 from hidden_cache.integrations.vllm.options import ConnectorOptions, EngineShape
 from hidden_cache.store import HiddenStateStore, Lease, open_store
@@ -61,7 +62,7 @@ class WorkerSide:
         self._waiting: deque[SaveOrder] = deque()  # no room yet; each holds its blocks
         self._reading: dict[str, Lease] = {}  # rows on their way out of the engine's memory
         self._reportable: set[str] = set()
-        self._writes: dict[Future[None], str] = {}
+        self._writes: set[Future[None]] = set()
         self._writes_lock = threading.Lock()
 
     def own(self, paged: torch.Tensor) -> None:
@@ -110,15 +111,18 @@ class WorkerSide:
         return found
 
     def _take_in(self, news: StepMetadata) -> None:
-        if self._options.use_synchronization_lock:
-            for request_id, path in news.new_paths.items():
-                # Before the client learns the path, so that it finds a lock to wait for.
-                try:
+        for request_id, path in news.new_paths.items():
+            # Before the client learns the path, so that it finds a lock to wait for and nothing
+            # that an earlier request of that name left.
+            try:
+                if self._options.use_synchronization_lock:
                     self._locks[request_id] = SampleLock(path)
-                except OSError as error:
-                    logger.error("no lock for the sample of request %s: %s", request_id, error)
+                else:
+                    cleanup_hidden_states(path)
+            except OSError as error:
+                logger.error("no lock for the sample of request %s: %s", request_id, error)
         for refusal in news.refusals:
-            self._submit(refusal.request_id, self._refuse, refusal)
+            self._submit(refusal, partial(self._refuse, refusal))
         self._waiting.extend(news.saves)
 
     def _start_waiting(self) -> None:
@@ -138,35 +142,40 @@ class WorkerSide:
                 reason = "pool_full" if full else "transfer_failed"
                 refusal = Refusal(order.request_id, order.path, reason, str(error))
                 self._reportable.add(order.request_id)
-                self._submit(order.request_id, self._refuse, refusal)
+                self._submit(refusal, partial(self._refuse, refusal))
             else:
                 self._reading[order.request_id] = lease
-                self._submit(order.request_id, self._write, order, lease)
+                self._submit(order, partial(self._write, order, lease))
             self._waiting.popleft()
 
     # --- on the writers' threads ----------------------------------------------------------
 
-    def _submit(self, request_id: str, work, *arguments) -> None:  # type: ignore[no-untyped-def]
+    def _submit(self, request: SaveOrder | Refusal, work: Callable[[], None]) -> None:
+        """Has a writer do the work, and lets go of the request's lock whatever becomes of it."""
         assert self._owned is not None
-        lock = self._locks.pop(request_id, None)
+        lock = self._locks.pop(request.request_id, None)
 
         def run() -> None:
             try:
-                work(*arguments)
+                work()
             except Exception:
-                logger.exception("the sample of request %s is lost", request_id)
+                logger.exception("the sample of request %s is lost", request.request_id)
             finally:
+                if lock is not None:
+                    lock.release()
+
+        def ended(future: Future[None]) -> None:
+            with self._writes_lock:
+                self._writes.discard(future)
+            if future.cancelled():  # by shutdown, and run() with it
+                self._refuse(_shut_down(request) if isinstance(request, SaveOrder) else request)
                 if lock is not None:
                     lock.release()
 
         future = self._owned.writers.submit(run)
         with self._writes_lock:
-            self._writes[future] = request_id
-        future.add_done_callback(self._written)
-
-    def _written(self, future: Future[None]) -> None:
-        with self._writes_lock:
-            self._writes.pop(future, None)
+            self._writes.add(future)
+        future.add_done_callback(ended)
 
     def _write(self, order: SaveOrder, lease: Lease) -> None:
         refusal = None
@@ -189,7 +198,7 @@ class WorkerSide:
             )
         except TransferError as error:
             refusal = Refusal(order.request_id, order.path, "transfer_failed", str(error))
-        except (OSError, ValueError) as error:
+        except Exception as error:  # whatever it is, who waits gets it as the answer
             refusal = Refusal(order.request_id, order.path, "write_failed", str(error))
         finally:
             lease.release()
@@ -214,7 +223,7 @@ class WorkerSide:
         if owned is None:
             return
         for order in self._waiting:
-            self._refuse(Refusal(order.request_id, order.path, "shutdown", "the engine shut down"))
+            self._refuse(_shut_down(order))
         self._waiting.clear()
         with self._writes_lock:
             futures = list(self._writes)
@@ -226,10 +235,16 @@ class WorkerSide:
         self._locks.clear()
 
 
+def _shut_down(order: SaveOrder) -> Refusal:
+    return Refusal(
+        order.request_id, order.path, "shutdown", "the engine shut down before it was written"
+    )
+
+
 def _windows(lease: Lease) -> Iterator[torch.Tensor]:
     """All rows of a lease in order, through one buffer."""
     token_bytes = len(lease.layer_idxs) * lease.hidden * lease.dtype.itemsize
-    window = min(lease.num_tokens, max(1, _WINDOW_BYTES // token_bytes))
+    window = max(1, min(lease.num_tokens, _WINDOW_BYTES // token_bytes))
     buffer = torch.empty((window, len(lease.layer_idxs), lease.hidden), dtype=lease.dtype)
     for start in range(0, lease.num_tokens, window):
         rows = buffer[: min(window, lease.num_tokens - start)]

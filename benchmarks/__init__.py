@@ -1,0 +1,1 @@
+"""Microbenchmarks of hidden_cache: `python -m benchmarks --help`."""

@@ -1,0 +1,1 @@
+"""What every scenario shares: interleaved timing, floors, results on disk, comparison, tables."""

@@ -1,0 +1,61 @@
+// What a kernel needs to compile as plain C++ and run on the host, one thread after the other.
+// Included by cuda/launch.h where no CUDA compiler is at work. Kernels whose threads talk to each
+// other (shared memory, barriers, shuffles) do not compile here.
+#pragma once
+
+#include <cuda_runtime.h>
+#include <math.h>  // nvcc brings it along: without it, host builds would hide a missing include
+
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+
+#undef __launch_bounds__
+#define __launch_bounds__(...)
+// CUDA's headers make it nothing on the host, and each thread would get its own.
+#undef __shared__
+#define __shared__ kernels_on_the_host_have_no_shared_memory
+
+#define threadIdx (::hscache::cuda::host::running.thread)
+#define blockIdx (::hscache::cuda::host::running.block)
+#define blockDim (::hscache::cuda::host::running.block_size)
+#define gridDim (::hscache::cuda::host::running.grid_size)
+
+namespace hscache::cuda::host {
+
+struct Running {
+  uint3 thread;
+  uint3 block;
+  dim3 block_size;
+  dim3 grid_size;
+};
+extern Running running;
+
+// Calls a kernel with the arguments that the pointers point to.
+using Thunk = void (*)(const void* kernel, void** arguments);
+
+void register_kernel(const void* kernel, Thunk thunk);
+
+template <class... Parameters>
+void register_kernel(void (*kernel)(Parameters...)) {
+  register_kernel(reinterpret_cast<const void*>(kernel), [](const void* self, void** arguments) {
+    [&]<std::size_t... I>(std::index_sequence<I...>) {
+      reinterpret_cast<void (*)(Parameters...)>(const_cast<void*>(self))(
+          *static_cast<Parameters*>(arguments[I])...);
+    }(std::index_sequence_for<Parameters...>{});
+  });
+}
+
+// The order of blocks and threads in the launches that follow.
+void set_order(std::uint64_t seed);
+
+// The latest launch.
+struct Launch {
+  std::int64_t number = 0;  // from 1
+  const void* kernel = nullptr;
+  unsigned blocks = 0;
+  cudaStream_t stream = nullptr;
+};
+Launch latest_launch();
+
+}  // namespace hscache::cuda::host

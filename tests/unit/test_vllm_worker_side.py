@@ -1,0 +1,626 @@
+"""The worker's side driven by hand: each request gets a sample or a reason, and its blocks back."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hidden_cache import _native, store
+from hidden_cache.config import HiddenCacheConfig
+from hidden_cache.errors import ConfigError, SampleRefusedError
+from hidden_cache.files import (
+    SampleLock,
+    error_path,
+    load_hidden_states,
+    lock_path,
+    read_metadata,
+    sample_name,
+    write_error,
+    write_sample,
+)
+from hidden_cache.keys import Chunk, TokenChunker
+from tests.unit import make_paged, make_rows
+
+pytest.importorskip("vllm")
+
+from hidden_cache.integrations.vllm import worker
+from hidden_cache.integrations.vllm.messages import Refusal, SaveOrder, StepMetadata
+from hidden_cache.integrations.vllm.options import ConnectorOptions, EngineShape
+from hidden_cache.integrations.vllm.worker import WorkerSide
+
+PATIENCE_S = 60.0  # how long a test waits for what must come
+LAYER_IDS = (7, 3)
+HIDDEN = 4
+CHUNK = 4
+SLOT_BYTES = CHUNK * HIDDEN * 4
+# The engine's cache: room for six requests of twelve tokens.
+BLOCK = 3
+LENGTH = 12
+ROWS = make_rows(6 * LENGTH, len(LAYER_IDS), HIDDEN, torch.float32)
+PAGED, BLOCK_IDS = make_paged(ROWS, BLOCK, "token-major")
+SHAPE = EngineShape(
+    model="the/model",
+    layer_ids=LAYER_IDS,
+    group_id=0,
+    hash_block_size=CHUNK,
+    namespace=b"",
+    weights_epoch=0,
+)
+
+
+class Driver:
+    """A worker's side and the folder that it writes to; also plays the engine's steps."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        lock: bool = True,
+        threads: int = 2,
+        pool_bytes: int = 100 * SLOT_BYTES,
+        max_pending: int = 100,
+    ) -> None:
+        self.folder = folder
+        options = ConnectorOptions(str(folder), lock, threads)
+        config = HiddenCacheConfig(chunk_size=CHUNK, pool_bytes=pool_bytes, max_pending=max_pending)
+        self.side = WorkerSide(SHAPE, options, config)
+        self._step = 0
+
+    def own(self) -> Driver:
+        self.side.own(PAGED)
+        return self
+
+    def path(self, request_id: str) -> str:
+        return str(self.folder / sample_name(request_id))
+
+    def order(
+        self, request_id: str, place: int = 0, length: int = LENGTH, *, keyed: bool = False
+    ) -> SaveOrder:
+        """Asks for the first `length` rows of the request at that place in the cache."""
+        tokens = [1000 * place + i for i in range(length)]
+        chunks = TokenChunker(CHUNK).chunks(tokens) if keyed else []
+        starts = range(len(chunks) * CHUNK, length, CHUNK)
+        chunks += [Chunk(start, min(start + CHUNK, length), None) for start in starts]
+        blocks = LENGTH // BLOCK
+        table = BLOCK_IDS[place * blocks : (place + 1) * blocks]
+        return SaveOrder(request_id, self.path(request_id), table, tokens, length, chunks)
+
+    def begin(self, *request_ids: str) -> None:
+        """A step in which these are scheduled for the first time."""
+        self.step(new_paths={name: self.path(name) for name in request_ids})
+
+    def step(self, **news: Any) -> StepMetadata:
+        self._step += 1
+        metadata = StepMetadata(step=self._step, **news)
+        self.side.step(metadata)
+        return metadata
+
+    def save(self, *orders: SaveOrder) -> None:
+        """These requests begin, and finish in the next step."""
+        self.begin(*(order.request_id for order in orders))
+        self.step(saves=list(orders))
+
+    def arrive(self) -> None:
+        """Has all transfers that were begun run to their end."""
+        assert self.side._owned is not None
+        self.side._owned.store._engine.drain()
+
+    def load(self, request_id: str) -> dict[str, torch.Tensor]:
+        return load_hidden_states(self.path(request_id), timeout=PATIENCE_S)
+
+    def refusal(self, request_id: str) -> tuple[str, str]:
+        """Why there is no sample; fails when there is one."""
+        with pytest.raises(SampleRefusedError) as caught:
+            self.load(request_id)
+        assert caught.value.request_id in (request_id, "")
+        assert not os.path.exists(self.path(request_id))
+        return caught.value.reason, caught.value.detail
+
+
+@pytest.fixture
+def drive(tmp_path: Path) -> Iterator[Callable[..., Driver]]:
+    """Makes drivers, and shuts them down in the end."""
+    drivers: list[Driver] = []
+
+    def make(**settings: Any) -> Driver:
+        drivers.append(Driver(tmp_path / "samples", **settings))
+        return drivers[-1]
+
+    yield make
+    for driver in drivers:
+        driver.side.shutdown()
+
+
+@pytest.fixture
+def _still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transfers stay pending until `arrive()`."""
+    engine = partial(_native.TransferEngine, threaded=False)
+    monkeypatch.setattr(_native, "TransferEngine", engine)
+
+
+class Gate:
+    """Stands before `write_sample`: writers queue there until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._open = threading.Event()
+        self._arrivals = threading.Semaphore(0)
+        self._write = write_sample
+        monkeypatch.setattr(worker, "write_sample", self._pass)
+
+    def _pass(self, *arguments: Any) -> int:
+        self._arrivals.release()
+        assert self._open.wait(PATIENCE_S)
+        return self._write(*arguments)
+
+    def wait_for(self, writers: int) -> None:
+        for _ in range(writers):
+            assert self._arrivals.acquire(timeout=PATIENCE_S)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate(monkeypatch)
+    yield gate
+    gate.open()
+
+
+def rows_at(place: int, length: int = LENGTH) -> torch.Tensor:
+    return ROWS[place * LENGTH : place * LENGTH + length]
+
+
+def is_locked(path: str) -> bool:
+    with open(lock_path(path)) as lock:
+        try:
+            fcntl.flock(lock.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+# Samples
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 11, 12])
+@pytest.mark.parametrize("keyed", [False, True])
+def test_a_sample_holds_the_rows_of_its_blocks(
+    drive: Callable[..., Driver], length: int, keyed: bool
+) -> None:
+    driver = drive().own()
+    order = driver.order("r", 2, length, keyed=keyed)
+    driver.save(order)
+    sample = driver.load("r")
+    assert torch.equal(sample["hidden_states"], rows_at(2, length))
+    assert sample["token_ids"].tolist() == order.token_ids
+    assert sample["token_ids"].dtype == torch.int64
+
+
+def test_a_sample_describes_itself(drive: Callable[..., Driver]) -> None:
+    driver = drive().own()
+    driver.save(driver.order("a/b"))
+    driver.load("a/b")
+    assert read_metadata(driver.path("a/b")) == {
+        "hscache_version": "1.0",
+        "model": "the/model",
+        "layer_ids": "7,3",
+        "positions": "0:12",
+        "weights_epoch": "0",
+        "request_id": "a/b",
+        "tokens_from_pool": "0",
+    }
+
+
+def test_many_requests_at_once(drive: Callable[..., Driver]) -> None:
+    driver = drive().own()
+    driver.save(*(driver.order(f"r{place}", place, 12 - place) for place in range(6)))
+    for place in range(6):
+        sample = driver.load(f"r{place}")
+        assert torch.equal(sample["hidden_states"], rows_at(place, 12 - place))
+
+
+def test_a_request_is_written_through_a_small_window(
+    drive: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "_WINDOW_BYTES", 5 * len(LAYER_IDS) * HIDDEN * 4)
+    driver = drive().own()
+    driver.save(driver.order("r", 1))
+    assert torch.equal(driver.load("r")["hidden_states"], rows_at(1))
+
+
+def test_a_token_larger_than_the_window_is_written(
+    drive: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "_WINDOW_BYTES", 1)
+    driver = drive().own()
+    driver.save(driver.order("r", 1))
+    assert torch.equal(driver.load("r")["hidden_states"], rows_at(1))
+
+
+def test_chunks_that_are_in_the_pool_are_not_gathered_again(
+    drive: Callable[..., Driver],
+) -> None:
+    driver = drive().own()
+    driver.save(driver.order("first", 1, 11, keyed=True))
+    driver.load("first")
+    # The same tokens at another place of the cache, where the computation gave other rows.
+    again = replace(
+        driver.order("again", 1, 11, keyed=True), block_ids=driver.order("", 4).block_ids
+    )
+    driver.save(again)
+    expected = torch.cat([rows_at(1, 8), rows_at(4, 11)[8:]])
+    assert torch.equal(driver.load("again")["hidden_states"], expected)
+    assert read_metadata(driver.path("again"))["tokens_from_pool"] == "8"
+
+
+def test_a_prompt_of_embeddings_has_no_ids(drive: Callable[..., Driver]) -> None:
+    driver = drive().own()
+    driver.save(replace(driver.order("r"), token_ids=[]))
+    sample = driver.load("r")
+    assert sample["token_ids"].numel() == 0
+    assert torch.equal(sample["hidden_states"], rows_at(0))
+
+
+def test_a_request_without_tokens_has_an_empty_sample(drive: Callable[..., Driver]) -> None:
+    driver = drive().own()
+    driver.save(driver.order("r", 0, 0))
+    assert driver.load("r")["hidden_states"].shape == (0, len(LAYER_IDS), HIDDEN)
+
+
+# Blocks
+
+
+@pytest.mark.usefixtures("_still")
+def test_blocks_are_reported_once_when_their_rows_are_copied(
+    drive: Callable[..., Driver],
+) -> None:
+    driver = drive().own()
+    driver.save(driver.order("a", 0), driver.order("b", 1))
+    assert driver.side.reported() == set()
+    driver.arrive()
+    assert driver.side.reported() == {"a", "b"}
+    driver.step()
+    assert driver.side.reported() == set()
+    assert torch.equal(driver.load("a")["hidden_states"], rows_at(0))
+
+
+def test_blocks_are_given_back_before_the_sample_is_written(
+    drive: Callable[..., Driver], gate: Gate
+) -> None:
+    driver = drive().own()
+    driver.save(driver.order("r"))
+    driver.arrive()
+    assert driver.side.reported() == {"r"}
+    assert not os.path.exists(driver.path("r"))
+    gate.open()
+    driver.load("r")
+
+
+def test_the_same_step_seen_by_several_hooks_counts_once(drive: Callable[..., Driver]) -> None:
+    driver = drive().own()
+    driver.begin("r")
+    news = driver.step(saves=[driver.order("r")])
+    driver.side.step(news)
+    driver.arrive()
+    assert driver.side.reported() == {"r"}
+    driver.side.step(news)
+    driver.arrive()
+    assert driver.side.reported() == set()
+
+
+def test_a_rank_that_does_not_write_reports_each_request_once_and_opens_nothing(
+    drive: Callable[..., Driver],
+) -> None:
+    threads = set(os.listdir("/proc/self/task"))
+    driver = drive()
+    driver.begin("a", "b")
+    news = driver.step(
+        saves=[driver.order("a"), driver.order("b")],
+        refusals=[Refusal("c", driver.path("c"), "aborted", "why")],
+    )
+    driver.side.step(news)
+    assert driver.side.reported() == {"a", "b"}
+    driver.side.step(news)
+    assert driver.side.reported() == set()
+    assert not driver.folder.exists()
+    assert store._opened is None or store._opened._closed
+    assert set(os.listdir("/proc/self/task")) <= threads
+
+
+# No room
+
+
+def test_a_request_larger_than_the_pool_is_refused_and_its_blocks_given_back(
+    drive: Callable[..., Driver],
+) -> None:
+    driver = drive(pool_bytes=4 * SLOT_BYTES).own()
+    driver.save(driver.order("large"), driver.order("small", 1, 8))
+    reason, detail = driver.refusal("large")
+    assert reason == "pool_full"
+    assert f"set hscache_pool_bytes to {6 * SLOT_BYTES}" in detail
+    driver.arrive()
+    assert driver.side.reported() == {"large", "small"}
+    assert torch.equal(driver.load("small")["hidden_states"], rows_at(1, 8))
+
+
+def test_a_request_that_grew_beyond_the_pool_is_refused(drive: Callable[..., Driver]) -> None:
+    driver = drive(pool_bytes=4 * SLOT_BYTES).own()
+    driver.save(driver.order("short", 0, 8, keyed=True))
+    driver.load("short")
+    # Two of its three chunks are in the pool, and fill it: waiting would not help.
+    driver.save(driver.order("long", 0, 12, keyed=True))
+    assert driver.refusal("long")[0] == "pool_full"
+
+
+def test_a_pool_smaller_than_one_chunk_refuses_all(drive: Callable[..., Driver]) -> None:
+    driver = drive(pool_bytes=SLOT_BYTES - 1).own()
+    driver.save(driver.order("r"))
+    assert driver.refusal("r")[0] == "pool_full"
+
+
+def test_a_request_waits_for_room_in_the_pool(drive: Callable[..., Driver], gate: Gate) -> None:
+    driver = drive(pool_bytes=6 * SLOT_BYTES).own()
+    driver.save(driver.order("first", 0), driver.order("second", 1), driver.order("third", 2))
+    driver.arrive()
+    assert driver.side.reported() == {"first"}
+    gate.wait_for(1)
+    driver.step()
+    assert driver.side.reported() == set()
+    gate.open()
+    for place, name in enumerate(["first", "second", "third"]):
+        assert torch.equal(driver.load(name)["hidden_states"], rows_at(place))
+        driver.step()  # finds the room that the one before has left
+    driver.arrive()
+    assert driver.side.reported() == {"second", "third"}
+
+
+@pytest.mark.usefixtures("_still")
+def test_a_request_waits_for_room_in_the_queue(drive: Callable[..., Driver]) -> None:
+    driver = drive(max_pending=1).own()
+    driver.save(driver.order("first", 0), driver.order("second", 1))
+    for place, name in enumerate(["first", "second"]):
+        driver.arrive()
+        assert driver.side.reported() == {name}
+        assert torch.equal(driver.load(name)["hidden_states"], rows_at(place))
+        driver.step()
+
+
+# What goes wrong
+
+
+def test_a_refusal_reaches_who_waits(drive: Callable[..., Driver]) -> None:
+    driver = drive().own()
+    driver.begin("r")
+    assert is_locked(driver.path("r"))
+    driver.step(refusals=[Refusal("r", driver.path("r"), "aborted", "the request ended")])
+    assert driver.refusal("r") == ("aborted", "the request ended")
+    assert driver.side.reported() == set(), "its blocks were not held"
+
+
+def test_a_block_that_is_not_there_is_told(drive: Callable[..., Driver]) -> None:
+    driver = drive().own()
+    driver.save(replace(driver.order("r"), block_ids=[10_000] * 4))
+    reason, detail = driver.refusal("r")
+    assert reason == "transfer_failed"
+    assert "block_ids[0] is 10000" in detail
+    assert driver.side.reported() == {"r"}
+
+
+@pytest.mark.usefixtures("_still")
+def test_a_failed_transfer_is_told_and_its_blocks_given_back(
+    drive: Callable[..., Driver],
+) -> None:
+    driver = drive().own()
+    driver.save(driver.order("r"))
+    assert driver.side._owned is not None
+    driver.side._owned.store._engine.close()
+    assert driver.refusal("r")[0] == "transfer_failed"
+    assert driver.side.reported() == {"r"}
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("not enough memory")],
+    ids=["full disk", "anything"],
+)
+def test_a_sample_that_cannot_be_written_is_told(
+    drive: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def refuse(*arguments: Any) -> int:
+        raise error
+
+    driver = drive().own()
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "write_sample", refuse)
+        driver.save(driver.order("r", 0, 11, keyed=True))
+        assert driver.refusal("r") == ("write_failed", str(error))
+    driver.arrive()
+    assert driver.side.reported() == {"r"}
+    assert driver.side._owned is not None
+    stats = driver.side._owned.store.stats()
+    assert stats.num_slots - stats.free_slots == 4, "whole chunks stay, the tail is gone"
+    driver.save(driver.order("next", 1))
+    assert torch.equal(driver.load("next")["hidden_states"], rows_at(1))
+
+
+def test_a_folder_that_is_gone_does_not_stop_the_engine(drive: Callable[..., Driver]) -> None:
+    driver = drive().own()
+    driver.begin("r")
+    shutil.rmtree(driver.folder)
+    driver.step(new_paths={"s": driver.path("s")}, saves=[driver.order("r")])
+    driver.step(saves=[driver.order("s", 1)])
+    driver.arrive()
+    assert driver.side.reported() == {"r", "s"}
+    # Both have been given up once the writers have time for something else.
+    driver.folder.mkdir()
+    driver.save(driver.order("t", 2))
+    assert torch.equal(driver.load("t")["hidden_states"], rows_at(2))
+
+
+def test_a_lock_that_cannot_be_had_is_no_reason_to_stop(drive: Callable[..., Driver]) -> None:
+    driver = drive().own()
+    foreign = SampleLock(driver.path("r"))
+    driver.save(driver.order("r"))
+    driver.save(driver.order("other", 1))
+    assert torch.equal(driver.load("other")["hidden_states"], rows_at(1))
+    foreign.release()
+    driver.side.shutdown()
+    assert torch.equal(driver.load("r")["hidden_states"], rows_at(0))
+
+
+# Locks
+
+
+def test_a_request_is_locked_from_its_first_step_until_it_is_answered(
+    drive: Callable[..., Driver], gate: Gate
+) -> None:
+    driver = drive().own()
+    driver.begin("r")
+    assert is_locked(driver.path("r"))
+    driver.step(saves=[driver.order("r")])
+    gate.wait_for(1)
+    assert is_locked(driver.path("r"))
+    gate.open()
+    driver.load("r")
+    assert not is_locked(driver.path("r"))
+
+
+@pytest.mark.parametrize("lock", [True, False])
+def test_what_an_earlier_request_left_is_cleared_away(
+    drive: Callable[..., Driver], lock: bool, gate: Gate
+) -> None:
+    driver = drive(lock=lock).own()
+    path = driver.path("r")
+    Path(path).write_text("an old sample")
+    write_error(path, "r", "aborted", "an old reason")
+    driver.begin("r")
+    assert not os.path.exists(path)
+    assert not os.path.exists(error_path(path))
+    gate.open()
+    driver.step(saves=[driver.order("r")])
+    assert torch.equal(driver.load("r")["hidden_states"], rows_at(0))
+
+
+def test_without_locks_there_are_none(drive: Callable[..., Driver]) -> None:
+    driver = drive(lock=False).own()
+    driver.begin("r", "s")
+    driver.step(
+        saves=[driver.order("r")], refusals=[Refusal("s", driver.path("s"), "aborted", "why")]
+    )
+    assert torch.equal(driver.load("r")["hidden_states"], rows_at(0))
+    driver.side.shutdown()
+    assert driver.refusal("s") == ("aborted", "why")
+    assert not any(name.endswith(".lock") for name in os.listdir(driver.folder))
+
+
+# Shutting down
+
+
+def test_shutdown_finishes_what_it_can(drive: Callable[..., Driver]) -> None:
+    driver = drive(threads=1).own()
+    driver.save(*(driver.order(f"r{place}", place) for place in range(6)))
+    driver.side.shutdown()
+    for place in range(6):
+        assert torch.equal(driver.load(f"r{place}")["hidden_states"], rows_at(place))
+    driver.side.shutdown()
+
+
+def test_shutdown_does_not_wait_for_ever_and_answers_all(
+    drive: Callable[..., Driver], gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "_SHUTDOWN_S", 0.01)
+    driver = drive(threads=1, pool_bytes=12 * SLOT_BYTES).own()
+    driver.begin("written", "queued", "waiting", "running", "ended")
+    driver.step(saves=[driver.order("written", 0)])
+    gate.wait_for(1)  # the only writer is busy
+    driver.step(
+        saves=[driver.order("queued", 1), driver.order("waiting", 2)],
+        refusals=[Refusal("ended", driver.path("ended"), "incomplete", "too early")],
+    )
+    driver.side.shutdown()
+    assert driver.refusal("queued")[0] == "shutdown"
+    assert driver.refusal("waiting")[0] == "shutdown"
+    assert driver.refusal("running")[0] == "writer_died"
+    assert driver.refusal("ended") == ("incomplete", "too early")
+    assert is_locked(driver.path("written"))
+    gate.open()
+    assert torch.equal(driver.load("written")["hidden_states"], rows_at(0))
+
+
+@pytest.mark.usefixtures("_still")
+def test_shutdown_fails_transfers_that_were_not_begun(
+    drive: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "_SHUTDOWN_S", 0.01)
+    driver = drive().own()
+    driver.save(driver.order("r"))
+    driver.side.shutdown()
+    assert driver.refusal("r")[0] == "transfer_failed"
+
+
+def test_shutdown_closes_the_store(drive: Callable[..., Driver]) -> None:
+    driver = drive().own()
+    driver.side.shutdown()
+    assert store._opened is not None
+    assert store._opened._closed
+    driver.step(saves=[driver.order("late")])
+    assert driver.side.reported() == {"late"}
+
+
+def test_a_rank_that_does_not_write_has_nothing_to_shut_down(drive: Callable[..., Driver]) -> None:
+    drive().side.shutdown()
+
+
+# Starting
+
+
+@pytest.mark.parametrize(
+    ("paged", "message"),
+    [
+        (PAGED[0], r"has shape \[2, 3, 4\], expected \[num_blocks, 2, block_size, hidden\]"),
+        (PAGED[:, :1], r"has shape \[27, 1, 3, 4\], expected \[num_blocks, 2, "),
+        (PAGED.to("meta"), "the engine's cache is on meta, but this version"),
+    ],
+)
+def test_a_cache_of_another_shape_or_device_is_refused(
+    drive: Callable[..., Driver], paged: torch.Tensor, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        drive().side.own(paged)
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be written: Not a directory"):
+        Driver(tmp_path / "file" / "below").own()
+
+
+def test_a_pool_larger_than_memory_is_refused(drive: Callable[..., Driver]) -> None:
+    with pytest.raises(ValueError, match="more than this machine's"):
+        drive(pool_bytes=1 << 50).own()
+
+
+def test_the_reason_is_json_that_others_can_read(drive: Callable[..., Driver]) -> None:
+    driver = drive().own()
+    driver.begin("r")
+    driver.step(refusals=[Refusal("r", driver.path("r"), "aborted", "why")])
+    driver.side.shutdown()
+    assert json.loads(Path(error_path(driver.path("r"))).read_text()) == {
+        "version": 1,
+        "request_id": "r",
+        "reason": "aborted",
+        "detail": "why",
+    }
