@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import sys
 from enum import Enum
@@ -90,6 +91,9 @@ def _run(output: Path, dtype: Dtype, json_file: Path | None) -> bool:
             json_file.touch()
         except OSError as error:
             raise DemoError(f"cannot write the figures: {error}. Choose another --json") from error
+    # All it needs is here, and what it does is nobody's business: set before anything reads them.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     log = output / LOG
     try:
         with quiet(log) as terminal:

@@ -10,7 +10,7 @@ prefill and prefix hits, layers 2, 15, 27 and 30, each compared with transformer
     =====================================  ================  ==============
     what is compared                       median of a layer  single row
     =====================================  ================  ==============
-    vLLM in float32                        0.6 to 3.5e-6     up to 1.3e-5
+    vLLM in float32                        0.6 to 3.7e-6     up to 1.3e-5
     vLLM in bfloat16                       0.6 to 3.1e-2     up to 1.4e-1
     transformers in bfloat16               0.5 to 3.0e-2     up to 8.2e-2
     the rows of a neighbouring token       0.67 to 1.06      0.17 and more

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -61,8 +60,6 @@ class Engine:
     """A `vllm.LLM` that extracts LAYERS of `model` into files in `output`."""
 
     def __init__(self, model: Path, output: Path, dtype: str) -> None:
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         from vllm import LLM
 
         self._llm: Any = LLM(

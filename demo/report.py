@@ -139,35 +139,37 @@ def _why(found: dict[str, Any]) -> list[str]:
 def _table(found: dict[str, Any]) -> Table:
     layers = ", ".join(map(str, found["layers"]))
     table = Table(
-        title=f"Hidden states of layers {layers} in {found['dtype']}",
+        title=f"Hidden states of layers {layers} in {found['dtype']}, sizes in MB",
         title_justify="left",
         box=box.SIMPLE_HEAD,
+        collapse_padding=True,
+        pad_edge=False,
     )
-    table.add_column("document", no_wrap=True)
-    table.add_column("pass", justify="right")
-    for name in ("prompts", "tokens", "on disk", "gathered", "from pool", "saved", "seconds"):
-        table.add_column(name, justify="right")
+    table.add_column("document")
+    for name in ("pass", "prompts", "tokens", "on disk", "gathered", "from pool", "saved"):
+        table.add_column(name, justify="right", no_wrap=True)
     first, *_ = found["passes"]
     for place, document in enumerate(first["documents"]):
         for each in found["passes"]:
             title = document["document"] if each is first else ""
-            table.add_row(title, *_cells(each["pass"], each["documents"][place]), "")
+            table.add_row(*_cells(title, each["pass"], each["documents"][place]))
         table.add_section()
     for each in found["passes"]:
-        title = "all" if each is first else ""
-        table.add_row(title, *_cells(each["pass"], each), f"{each['seconds']:.1f}", style="bold")
+        title = f"all, in {each['seconds']:.1f} s"
+        table.add_row(*_cells(title, each["pass"], each), style="bold")
     return table
 
 
-def _cells(number: int, sums: dict[str, Any]) -> list[str | Text]:
+def _cells(title: str, number: int, sums: dict[str, Any]) -> list[str | Text]:
     saved = sums["row_bytes_from_pool"] / sums["row_bytes"]
+    sizes = (sums[key] for key in ("file_bytes", "row_bytes_gathered", "row_bytes_from_pool"))
     return [
+        # The one column that gives way in a narrow terminal: it is cut before a number is.
+        Text(title, no_wrap=True, overflow="ellipsis"),
         str(number),
         str(sums["prompts"]),
         f"{sums['tokens']:,}",
-        _mb(sums["file_bytes"]),
-        _mb(sums["row_bytes_gathered"]),
-        _mb(sums["row_bytes_from_pool"]),
+        *(f"{size / 1e6:.1f}" for size in sizes),
         Text(f"{saved:.0%}", style="green" if saved else ""),
     ]
 

@@ -5,6 +5,7 @@ the tensor behind a view, and the pool that rows go to, until the ticket has end
 thread-safe and releases the GIL while it copies or waits.
 """
 
+from collections.abc import Sequence
 from typing import Final
 
 cuda_built: Final[bool]
@@ -69,7 +70,7 @@ class SlotPool:
             ValueError: `count` is negative.
         """
 
-    def free(self, slots: list[int]) -> None:
+    def free(self, slots: Sequence[int]) -> None:
         """Gives slots back, all or none.
 
         Raises:
@@ -78,7 +79,7 @@ class SlotPool:
 
     def read_rows(
         self,
-        slots: list[int],
+        slots: Sequence[int],
         row_bytes: int,
         start: int,
         length: int,
@@ -160,8 +161,8 @@ class TransferEngine:
     def gather(
         self,
         source: PagedView,
-        block_ids: list[int],
-        pieces: list[tuple[int, int, int, int]],
+        block_ids: Sequence[int],
+        pieces: Sequence[tuple[int, int, int, int]],
         pool: SlotPool,
         producer_stream: int = 0,
         wait: bool = True,

@@ -39,8 +39,8 @@ def print_results(results: Results, console: Console) -> None:
     machine, versions = results.machine, results.versions
     memory = "" if machine.memory_bytes is None else f", {machine.memory_bytes / 1e9:.0f} GB"
     console.print(
-        f"[bold]{results.scenario}[/]  {machine.cpu}, {machine.cores} cores{memory}, "
-        f"GPU: {machine.gpu or 'none'}, {machine.kernel}"
+        f"[bold]{results.scenario}[/]  {escape(machine.cpu)}, {machine.cores} cores{memory}, "
+        f"GPU: {escape(machine.gpu or 'none')}, {machine.kernel}"
     )
     console.print(
         f"python {versions.python}, torch {versions.torch or 'none'}, hidden_cache "

@@ -187,7 +187,6 @@ bool TransferEngine::Machine::take_inbox() {
     for (const auto& transfer : queue_) {
       transfer->fail("the transfer engine was closed before this transfer was complete");
     }
-    queue_.clear();
   }
   return changed;
 }

@@ -146,6 +146,20 @@ TEST(copy_plan, one_token_joins_its_layers_at_their_step) {
   CHECK_EQ(plan_of(layer_major(), {2}, 1, 1), (Plan{{192 + kRow, 0, kRow, 3, 32, kRow}}));
 }
 
+TEST(copy_plan, two_pieces_do_not_lend_their_step_to_a_block_with_another) {
+  // One layer's last token and the next one's first are 272 and 8 bytes apart, and twice that from
+  // a block whose own tokens are 16 and 8 apart.
+  const PagedView view{nullptr, 4, 2, 4, kRow, 160, 64, 16};
+  const Ids ids{1, 3, 0};
+  CHECK_EQ(plan_copy(view, BlockTable{std::span<const std::int64_t>(ids)}, 3, 6,
+                     {nullptr, kRow, 6 * kRow}),
+           (Plan{{208, 0, kRow, 1, 0, 0},
+                 {480, 8, kRow, 4, 16, 8},
+                 {0, 40, kRow, 2, 272, 8},
+                 {544, 56, kRow, 4, 16, 8},
+                 {64, 88, kRow, 1, 0, 0}}));
+}
+
 TEST(copy_plan, block_size_one) {
   PagedView view{nullptr, 16, 1, 1, kRow, kRow, 0, kRow};
   CHECK_EQ(plan_of(view, {4, 5, 6, 7}, 1, 3), (Plan{{5 * kRow, 0, 3 * kRow, 1, 0, 0}}));

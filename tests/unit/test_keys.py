@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hidden_cache.errors import ConfigError
 from hidden_cache.keys import BlockHashChunker, Chunk, TokenChunker, make_namespace
 
-repeatable = settings(derandomize=True, deadline=None, database=None)
+repeatable = settings(derandomize=True, deadline=None, database=None, max_examples=60)
 token_lists = st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=40)
 chunk_sizes = st.integers(1, 9)
 
