@@ -49,13 +49,19 @@ def prepare_model(cache_dir: Path | None = None, *, say: Say | None = None) -> P
     """
     say = say or (lambda line: print(line, file=sys.stderr, flush=True))
     models = cache_dir or _user_cache() / "hidden_cache" / "models"
+    try:
+        transformers = metadata.version("transformers")
+    except metadata.PackageNotFoundError:
+        raise DemoError(
+            "transformers, which comes with vLLM, is missing: run `make build`"
+        ) from None
     made_from = {
         "gguf": GGUF,
         "gguf_sha256": GGUF_SHA256,
         "package": f"{PACKAGE}=={VERSION}",
         "recipe": RECIPE,
         # It writes the config and the tokenizer, in the form of its own version.
-        "transformers": metadata.version("transformers"),
+        "transformers": transformers,
     }
     digest = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:12]
     folder = models / f"smollm2-135m-instruct-{digest}"

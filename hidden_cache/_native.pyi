@@ -141,17 +141,17 @@ class TransferEngine:
 
     def __init__(
         self,
-        streams: int = 2,
+        lanes: int = 2,
         max_pending: int = 256,
-        in_flight_bytes: int = 67108864,
+        staging_bytes: int = 67108864,
         threaded: bool = True,
     ) -> None:
         """Starts the engine's threads.
 
         Args:
-            streams: side streams, each a thread.
+            lanes: side streams, each a thread.
             max_pending: transfers accepted and not yet ended.
-            in_flight_bytes: enqueued on the streams at once; one piece at least is.
+            staging_bytes: of rows on their way at once; one piece at least is.
             threaded: False leaves it to the caller to drive `poll`.
 
         Raises:

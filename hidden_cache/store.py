@@ -222,7 +222,7 @@ class HiddenStateStore:
             )
         self._arena = _native.Arena(config.pool_bytes)
         self._engine = _native.TransferEngine(
-            max_pending=config.max_pending, in_flight_bytes=config.staging_bytes
+            max_pending=config.max_pending, staging_bytes=config.staging_bytes
         )
         self._lock = threading.Lock()
         self._index = ChunkIndex()

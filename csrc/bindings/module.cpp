@@ -53,18 +53,23 @@ void read_rows(const SlotPool& pool, const std::vector<std::int64_t>& slots, std
 
 using Piece = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t>;
 
-// Gathers into slots of `pool`: each piece is (layer, start, length, slot).
+// Gathers into slots of `pool`: each piece is (layer, start, length, slot). Neighbouring pieces of
+// the same tokens travel together.
 std::shared_ptr<Ticket> gather(TransferEngine& engine, const PagedView& source,
                                std::vector<std::int64_t> block_ids,
                                const std::vector<Piece>& pieces, const SlotPool& pool,
                                std::uintptr_t producer_stream, bool wait) {
   const PagedView slots = pool.view(source.row_bytes);
-  Gather request{.source = source,
-                 .block_ids = std::move(block_ids),
-                 .pieces = {},
-                 .producer_stream = producer_stream};
-  request.pieces.reserve(pieces.size());
+  TransferRequest request{.direction = Direction::kGather,
+                          .paged = source,
+                          .block_ids = std::move(block_ids),
+                          .pieces = {},
+                          .after_stream = producer_stream};
   for (const auto& [layer, start, length, slot] : pieces) {
+    if (layer < 0 || layer >= source.num_layers) {
+      throw std::out_of_range("layer " + std::to_string(layer) + " is outside the source's " +
+                              std::to_string(source.num_layers) + " layers");
+    }
     if (slot < 0 || slot >= slots.num_blocks) {
       throw std::out_of_range("slot " + std::to_string(slot) + " is outside the pool's " +
                               std::to_string(slots.num_blocks) + " slots");
@@ -74,9 +79,17 @@ std::shared_ptr<Ticket> gather(TransferEngine& engine, const PagedView& source,
                                   " rows does not fit a slot of " +
                                   std::to_string(slots.block_size) + " rows");
     }
-    request.pieces.push_back({layer, start, length, slots.data + slots.offset(slot, 0, 0)});
+    const auto place = static_cast<std::size_t>(layer);
+    const bool joins = !request.pieces.empty() && request.pieces.back().start == start &&
+                       request.pieces.back().length == length &&
+                       request.pieces.back().layers[place] == nullptr;
+    if (!joins) {
+      request.pieces.push_back({start, length, {}});
+      request.pieces.back().layers.resize(static_cast<std::size_t>(source.num_layers), nullptr);
+    }
+    request.pieces.back().layers[place] = slots.data + slots.offset(slot, 0, 0);
   }
-  return engine.gather(std::move(request), wait ? Backpressure::kWait : Backpressure::kRefuse);
+  return engine.submit(std::move(request), wait ? Backpressure::kWait : Backpressure::kRefuse);
 }
 
 }  // namespace
@@ -140,16 +153,16 @@ PYBIND11_MODULE(_native, module) {
           py::arg("timeout_s") = py::none(), NoGil());
 
   py::class_<TransferEngine>(module, "TransferEngine")
-      .def(py::init([](int streams, std::int64_t max_pending, std::int64_t in_flight_bytes,
-                       bool threaded) {
-             return std::make_unique<TransferEngine>(
-                 std::make_unique<HostRuntime>(),
-                 TransferOptions{streams, max_pending, in_flight_bytes}, threaded);
-           }),
-           py::arg("streams") = TransferOptions{}.streams,
+      .def(py::init(
+               [](int lanes, std::int64_t max_pending, std::int64_t staging_bytes, bool threaded) {
+                 return std::make_unique<TransferEngine>(
+                     std::make_unique<HostRuntime>(),
+                     TransferOptions{lanes, max_pending, staging_bytes}, threaded);
+               }),
+           py::arg("lanes") = TransferOptions{}.lanes,
            py::arg("max_pending") = TransferOptions{}.max_pending,
-           py::arg("in_flight_bytes") = TransferOptions{}.in_flight_bytes,
-           py::arg("threaded") = true, NoGil())
+           py::arg("staging_bytes") = TransferOptions{}.staging_bytes, py::arg("threaded") = true,
+           NoGil())
       .def("gather", &gather, py::arg("source"), py::arg("block_ids"), py::arg("pieces"),
            py::arg("pool"), py::arg("producer_stream") = 0, py::arg("wait") = true, NoGil())
       .def("poll", &TransferEngine::poll, NoGil())

@@ -1,43 +1,94 @@
-// What the transfer engine needs of a device: streams, events and copies.
+// What the transfer engine needs of a device: memory, streams, events, row kernels and copies.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <vector>
+#include <span>
+#include <stdexcept>
 
-#include "core/copy_plan.h"
 #include "core/paged_view.h"
 
 namespace hscache {
+
+// A device refused or failed; the text begins with the device's own name for it. `lost` says that
+// nothing will run on this device any more in this process.
+class DeviceError : public std::runtime_error {
+ public:
+  DeviceError(const std::string& text, bool lost) : std::runtime_error(text), lost_(lost) {}
+  bool lost() const { return lost_; }
+
+ private:
+  bool lost_;
+};
 
 // A point in a stream's order. Thread-safe.
 class Event {
  public:
   virtual ~Event() = default;
-  // Whether everything before this point has run; never blocks. Throws std::runtime_error with the
-  // device's own words when something before it failed.
+  // Whether everything before this point has run; never blocks. Throws DeviceError when something
+  // before it failed.
   virtual bool done() const = 0;
 };
 
+// Memory of a device, or host memory that it copies from without a detour. Given back when it
+// dies: whoever owns it sees to it that nothing enqueued touches it any more.
+class Buffer {
+ public:
+  virtual ~Buffer() = default;
+  std::byte* data() const { return data_; }
+
+ protected:
+  explicit Buffer(std::byte* data) : data_(data) {}
+  std::byte* data_;
+};
+
+// Contiguous bytes from one place to another.
+struct Copy {
+  std::byte* to = nullptr;
+  const std::byte* from = nullptr;
+  std::int64_t bytes = 0;
+};
+
+// Tokens `[start, start + length)` of a request in `paged`, all its layers, and the rows that they
+// are copied to or from; row 0 is token `start`. `block_ids` lies in memory of the device; ids are
+// not checked.
+struct RowsTask {
+  PagedView paged;
+  const std::int64_t* block_ids = nullptr;
+  std::int64_t start = 0;
+  std::int64_t length = 0;
+  RowsView rows;
+};
+
 // A queue whose work runs in order, beside other streams. Enqueueing never blocks and is not
-// thread-safe: one thread owns a stream. Dies after its work has run.
+// thread-safe: one thread owns a stream. Memory given to it stays valid until what uses it has run.
+// All throw DeviceError; what was enqueued by a call that throws may run nevertheless. Dies after
+// its work has run.
 class Stream {
  public:
   virtual ~Stream() = default;
   // What is enqueued from here on runs after `event`.
-  virtual void wait(std::shared_ptr<Event> event) = 0;
-  // Copies the spans of a plan from `paged` to `rows`. Both stay untouched until it has run.
-  virtual void copy(const PagedView& paged, const RowsView& rows, std::vector<CopySpan> plan) = 0;
+  virtual void wait(const std::shared_ptr<Event>& event) = 0;
   virtual std::shared_ptr<Event> record() = 0;
+  virtual void gather(const RowsTask& task) = 0;   // paged -> rows
+  virtual void scatter(const RowsTask& task) = 0;  // rows -> paged
+  // Between host and device, in any order among themselves. The list itself is read at once.
+  virtual void copy_to_device(std::span<const Copy> copies) = 0;
+  virtual void copy_to_host(std::span<const Copy> copies) = 0;
 };
 
 class DeviceRuntime {
  public:
   virtual ~DeviceRuntime() = default;
+  // Whether the device's kernels reach the pool itself, so that rows go there in one step.
+  virtual bool reaches_host() const = 0;
   virtual std::unique_ptr<Stream> create_stream() = 0;
-  // An event after everything that the producer has enqueued so far on its own stream, given as
-  // the device's raw handle. Called on the producer's thread.
-  virtual std::shared_ptr<Event> record_producer(std::uintptr_t stream) = 0;
+  virtual std::unique_ptr<Buffer> allocate_device(std::int64_t bytes) = 0;
+  virtual std::unique_ptr<Buffer> allocate_pinned(std::int64_t bytes) = 0;
+  // An event after everything that has been enqueued so far on somebody else's stream, given as
+  // the device's raw handle. Called on that stream's own thread.
+  virtual std::shared_ptr<Event> record_on(std::uintptr_t stream) = 0;
 };
 
 }  // namespace hscache

@@ -31,11 +31,11 @@ struct PagedView {
     return block * block_stride + layer * layer_stride + token_in_block * token_stride;
   }
 
-  // The same memory seen as that one layer.
-  constexpr PagedView single_layer(std::int64_t layer) const {
+  // The same memory seen as `count` of its layers, from `first` on.
+  constexpr PagedView layers(std::size_t first, std::size_t count) const {
     PagedView view = *this;
-    view.data += layer * layer_stride;
-    view.num_layers = 1;
+    view.data += static_cast<std::int64_t>(first) * layer_stride;
+    view.num_layers = static_cast<std::int64_t>(count);
     return view;
   }
 };

@@ -9,17 +9,33 @@
 #include <thread>
 #include <utility>
 
+#include "core/copy_plan.h"
+#include "core/mutation.h"
+
 namespace hscache {
 namespace {
 
 // How often the thread looks at copies in flight. A copy of one chunk takes longer.
 constexpr std::chrono::microseconds kPollInterval{50};
 
+// Regions of the ring: while one is filled another is moved, with one to spare on either side.
+constexpr std::int64_t kRegions = 4;
+// Block ids that one step may need; a step covers fewer tokens where blocks are short.
+constexpr std::int64_t kRegionIds = 4096;
+
 // Longer waits have no limit: clocks cannot count to their end.
 constexpr std::chrono::duration<double> kLongestWait{1e9};
 
 constexpr const char* kForked =
     "the transfer engine belongs to the parent process: open a store after fork(), not before";
+
+std::int64_t region_bytes(const TransferOptions& options) {
+  return std::max<std::int64_t>(1, options.staging_bytes / kRegions);
+}
+
+BlockTable table(const TransferRequest& request) {
+  return BlockTable{std::span<const std::int64_t>(request.block_ids)};
+}
 
 }  // namespace
 
@@ -58,61 +74,105 @@ void Ticket::end(State state, std::string error) {
   changed_.notify_all();
 }
 
+void Ticket::cancel() {
+  if (in_child()) return;
+  const std::lock_guard lock(mutex_);
+  cancelled_ = true;
+}
+
+bool Ticket::cancelled() const {
+  const std::lock_guard lock(mutex_);
+  return cancelled_;
+}
+
 // The engine inside the process that made it.
 class TransferEngine::Machine {
  public:
   Machine(std::unique_ptr<DeviceRuntime> runtime, TransferOptions options, bool threaded);
   ~Machine() { close(); }
 
-  std::shared_ptr<Ticket> gather(Gather request, Backpressure policy);
+  std::shared_ptr<Ticket> submit(TransferRequest request, Backpressure policy);
   bool poll();
   void drain();
   void close();
   std::int64_t pending() const;
 
  private:
+  // A part of the staging ring, with the block ids of what goes through it.
+  struct Region {
+    std::byte* rows = nullptr;
+    std::int64_t* ids = nullptr;       // on the device
+    std::int64_t* host_ids = nullptr;  // pinned, where they are copied from
+  };
   struct Transfer {
-    Gather request;
+    TransferRequest request;
     std::shared_ptr<Ticket> ticket;
-    std::shared_ptr<Event> produced;
-    std::size_t next_piece = 0;
-    std::int64_t pieces_in_flight = 0;
+    std::shared_ptr<Event> after;
+    // What is enqueued next: the piece, its first layer, its first token.
+    std::size_t piece = 0;
+    std::size_t layer = 0;
+    std::int64_t token = 0;
+    std::int64_t steps_in_flight = 0;
     std::optional<std::string> error;  // of what failed first; then nothing more is enqueued
 
     void fail(const char* text) {
       if (!error) error = text;
     }
-    bool wholly_enqueued() const { return error || next_piece == request.pieces.size(); }
-    std::int64_t next_bytes() const {
-      return request.pieces[next_piece].length * request.source.row_bytes;
-    }
+    bool wholly_enqueued() const { return error || piece == request.pieces.size(); }
+    bool skip_what_is_empty();
   };
-  struct PieceInFlight {
+  // Tokens `[token, token + tokens)` of a piece, layers `[layer, layer + layers)`.
+  struct Part {
+    std::int64_t token = 0;
+    std::int64_t tokens = 0;
+    std::size_t layer = 0;
+    std::size_t layers = 0;
+  };
+  // Two streams, so that one part is moved while the next is packed.
+  struct Lane {
+    std::unique_ptr<Stream> kernels;
+    std::unique_ptr<Stream> copies;  // null where rows go in one step
+  };
+  // A part on its way.
+  struct Step {
     std::shared_ptr<Transfer> transfer;
-    std::shared_ptr<Event> copied;
+    std::shared_ptr<Event> ran;
+    std::optional<Region> region;
     std::int64_t bytes = 0;
   };
 
+  void make_ring();
+  Lane make_lane();
   bool take_inbox();
-  bool retire_pieces();
-  bool enqueue_pieces();
-  void enqueue_piece(const std::shared_ptr<Transfer>& transfer);
+  bool retire_steps();
+  bool enqueue_steps();
+  bool has_room(std::int64_t bytes) const;
+  Part next_part(const Transfer& transfer) const;
+  void enqueue_step(const std::shared_ptr<Transfer>& transfer, const Part& part);
+  std::shared_ptr<Event> enqueue_direct(Lane& lane, const Transfer& transfer, const Part& part);
+  std::shared_ptr<Event> enqueue_staged(Lane& lane, const Transfer& transfer, const Part& part,
+                                        const Region& region);
   bool end_transfers();
   void run();
 
   const std::unique_ptr<DeviceRuntime> runtime_;
   const TransferOptions options_;
   const bool threaded_;
+  const bool direct_;  // rows go to host memory in one step; the ring is only a count of bytes
 
-  // The state machine, driven by whoever holds poll_mutex_. Callers of gather() never take it, so
-  // that they do not wait while a long request is planned.
+  // The state machine, driven by whoever holds poll_mutex_. Callers of submit() never take it, so
+  // that they do not wait while a long request is enqueued.
   std::mutex poll_mutex_;
-  std::vector<std::unique_ptr<Stream>> streams_;    // null: to be made anew
+  std::unique_ptr<Buffer> device_ring_;
+  std::unique_ptr<Buffer> pinned_ids_;
+  // After the memory that they use: they die first, when their work has run.
+  std::vector<Lane> lanes_;  // empty ones are made anew
+  std::size_t next_lane_ = 0;
+  std::vector<Region> free_regions_;
   std::deque<std::shared_ptr<Transfer>> queue_;     // not wholly enqueued, in order
   std::vector<std::shared_ptr<Transfer>> running_;  // not ended
-  std::vector<PieceInFlight> in_flight_;
+  std::vector<Step> in_flight_;
   std::int64_t in_flight_bytes_ = 0;
-  std::size_t next_stream_ = 0;
 
   // What callers share with it.
   mutable std::mutex mutex_;
@@ -126,25 +186,59 @@ class TransferEngine::Machine {
 
 TransferEngine::Machine::Machine(std::unique_ptr<DeviceRuntime> runtime, TransferOptions options,
                                  bool threaded)
-    : runtime_(std::move(runtime)), options_(options), threaded_(threaded) {
-  if (options.streams < 1 || options.max_pending < 1 || options.in_flight_bytes < 1) {
-    throw std::invalid_argument(
-        "transfer engine options (streams " + std::to_string(options.streams) + ", max_pending " +
-        std::to_string(options.max_pending) + ", in_flight_bytes " +
-        std::to_string(options.in_flight_bytes) + ") must each be at least 1");
+    : runtime_(std::move(runtime)),
+      options_(options),
+      threaded_(threaded),
+      direct_(runtime_->reaches_host()) {
+  if (options.lanes < 1 || options.max_pending < 1 || options.staging_bytes < 1) {
+    throw std::invalid_argument("transfer engine options (lanes " + std::to_string(options.lanes) +
+                                ", max_pending " + std::to_string(options.max_pending) +
+                                ", staging_bytes " + std::to_string(options.staging_bytes) +
+                                ") must each be at least 1");
   }
-  for (int i = 0; i < options.streams; ++i) streams_.push_back(runtime_->create_stream());
+  if (!direct_) make_ring();
+  for (int i = 0; i < options.lanes; ++i) lanes_.push_back(make_lane());
   if (threaded) thread_ = std::thread([this] { run(); });
 }
 
-std::shared_ptr<Ticket> TransferEngine::Machine::gather(Gather request, Backpressure policy) {
-  const BlockTable blocks{std::span<const std::int64_t>(request.block_ids)};
-  for (const GatherPiece& piece : request.pieces) {
-    if (piece.layer < 0 || piece.layer >= request.source.num_layers) {
-      throw std::out_of_range("layer " + std::to_string(piece.layer) + " is outside the source's " +
-                              std::to_string(request.source.num_layers) + " layers");
+void TransferEngine::Machine::make_ring() {
+  const std::int64_t id_bytes = kRegionIds * static_cast<std::int64_t>(sizeof(std::int64_t));
+  // Regions begin at multiples of 256 bytes, so that kernels move them in their widest words.
+  const std::int64_t stride = (region_bytes(options_) + id_bytes + 255) / 256 * 256;
+  device_ring_ = runtime_->allocate_device(kRegions * stride);
+  pinned_ids_ = runtime_->allocate_pinned(kRegions * id_bytes);
+  for (std::int64_t i = 0; i < kRegions; ++i) {
+    std::byte* const device = device_ring_->data() + i * stride;
+    std::byte* const pinned = pinned_ids_->data() + i * id_bytes;
+    free_regions_.push_back({.rows = device + id_bytes,
+                             .ids = reinterpret_cast<std::int64_t*>(device),
+                             .host_ids = reinterpret_cast<std::int64_t*>(pinned)});
+  }
+}
+
+TransferEngine::Machine::Lane TransferEngine::Machine::make_lane() {
+  Lane lane;
+  lane.kernels = runtime_->create_stream();
+  if (!direct_) lane.copies = runtime_->create_stream();
+  return lane;
+}
+
+std::shared_ptr<Ticket> TransferEngine::Machine::submit(TransferRequest request,
+                                                        Backpressure policy) {
+  for (const RowsPiece& piece : request.pieces) {
+    if (static_cast<std::int64_t>(piece.layers.size()) != request.paged.num_layers) {
+      throw std::invalid_argument("a piece has places for " + std::to_string(piece.layers.size()) +
+                                  " layers, the paged memory has " +
+                                  std::to_string(request.paged.num_layers) +
+                                  ": give one for each, null for those left alone");
     }
-    check_range(request.source, blocks, piece.start, piece.length);
+    check_range(request.paged, table(request), piece.start, piece.length);
+  }
+  if (!direct_ && request.paged.row_bytes > region_bytes(options_)) {
+    throw std::invalid_argument("a row of " + std::to_string(request.paged.row_bytes) +
+                                " bytes does not fit a region of the staging ring of " +
+                                std::to_string(region_bytes(options_)) +
+                                " bytes: set hscache_staging_bytes higher");
   }
   auto transfer = std::make_shared<Transfer>();
   transfer->ticket = std::make_shared<Ticket>();
@@ -159,7 +253,7 @@ std::shared_ptr<Ticket> TransferEngine::Machine::gather(Gather request, Backpres
       return nullptr;
     }
     if (closing_) throw std::runtime_error("the transfer engine is closed: open a new store");
-    transfer->produced = runtime_->record_producer(request.producer_stream);
+    transfer->after = runtime_->record_on(request.after_stream);
     transfer->request = std::move(request);
     inbox_.push_back(transfer);
     pending_.push_back(transfer->ticket);
@@ -171,8 +265,8 @@ std::shared_ptr<Ticket> TransferEngine::Machine::gather(Gather request, Backpres
 bool TransferEngine::Machine::poll() {
   const std::lock_guard turn(poll_mutex_);
   bool changed = take_inbox();
-  changed |= retire_pieces();
-  changed |= enqueue_pieces();
+  changed |= retire_steps();
+  changed |= enqueue_steps();
   changed |= end_transfers();
   return changed;
 }
@@ -183,37 +277,44 @@ bool TransferEngine::Machine::take_inbox() {
   queue_.insert(queue_.end(), inbox_.begin(), inbox_.end());
   running_.insert(running_.end(), inbox_.begin(), inbox_.end());
   inbox_.clear();
-  if (closing_) {
-    for (const auto& transfer : queue_) {
+  for (const auto& transfer : queue_) {
+    if (closing_)
       transfer->fail("the transfer engine was closed before this transfer was complete");
-    }
+    if (transfer->ticket->cancelled()) transfer->fail("the transfer was cancelled");
   }
   return changed;
 }
 
-// Lets go of the pieces that have run, in whatever order: streams run beside each other.
-bool TransferEngine::Machine::retire_pieces() {
-  const std::size_t retired = std::erase_if(in_flight_, [this](const PieceInFlight& piece) {
+// Lets go of the steps that have run, in whatever order: gathers and scatters run beside each
+// other.
+bool TransferEngine::Machine::retire_steps() {
+  const std::size_t retired = std::erase_if(in_flight_, [this](const Step& step) {
     try {
-      if (!piece.copied->done()) return false;
+      if (!step.ran->done() && !mutated("poll ignores not ready")) return false;
     } catch (const std::exception& error) {
-      piece.transfer->fail(error.what());
+      step.transfer->fail(error.what());
     }
-    in_flight_bytes_ -= piece.bytes;
-    --piece.transfer->pieces_in_flight;
+    if (step.region) free_regions_.push_back(*step.region);
+    in_flight_bytes_ -= step.bytes;
+    --step.transfer->steps_in_flight;
     return true;
   });
   return retired > 0;
 }
 
-bool TransferEngine::Machine::enqueue_pieces() {
+bool TransferEngine::Machine::enqueue_steps() {
   bool changed = false;
   while (!queue_.empty()) {
     const std::shared_ptr<Transfer> transfer = queue_.front();
     while (!transfer->wholly_enqueued()) {
-      const bool fits = in_flight_bytes_ + transfer->next_bytes() <= options_.in_flight_bytes;
-      if (!fits && !in_flight_.empty()) return changed;
-      enqueue_piece(transfer);
+      if (!transfer->skip_what_is_empty()) {
+        const Part part = next_part(*transfer);
+        if (!has_room(part.tokens * static_cast<std::int64_t>(part.layers) *
+                      transfer->request.paged.row_bytes)) {
+          return changed;
+        }
+        enqueue_step(transfer, part);
+      }
       changed = true;
     }
     queue_.pop_front();
@@ -221,41 +322,169 @@ bool TransferEngine::Machine::enqueue_pieces() {
   return changed;
 }
 
-void TransferEngine::Machine::enqueue_piece(const std::shared_ptr<Transfer>& transfer) {
-  const Gather& request = transfer->request;
-  const std::int64_t bytes = transfer->next_bytes();
-  const GatherPiece& piece = request.pieces[transfer->next_piece++];
-  const PagedView layer = request.source.single_layer(piece.layer);
-  const RowsView rows{.data = piece.destination, .token_stride = layer.row_bytes};
-  std::unique_ptr<Stream>& stream = streams_[next_stream_++ % streams_.size()];
-  try {
-    auto plan = plan_copy(layer, BlockTable{std::span<const std::int64_t>(request.block_ids)},
-                          piece.start, piece.length, rows);
-    if (!stream) stream = runtime_->create_stream();
-    stream->wait(transfer->produced);
-    stream->copy(layer, rows, std::move(plan));
-  } catch (const std::exception& error) {
-    transfer->fail(error.what());
-    if (!stream) return;
-  }
-  // Also after a failure: part of the copy may have been enqueued, and its ticket must outlast it.
-  try {
-    in_flight_.push_back({transfer, stream->record(), bytes});
-  } catch (const std::exception& error) {
-    transfer->fail(error.what());
-    stream.reset();  // it dies after its work has run
-    return;
-  }
-  in_flight_bytes_ += bytes;
-  ++transfer->pieces_in_flight;
+bool TransferEngine::Machine::has_room(std::int64_t bytes) const {
+  if (!direct_) return !free_regions_.empty();
+  return in_flight_.empty() || in_flight_bytes_ + bytes <= options_.staging_bytes;
 }
 
-// Ends the transfers whose last piece has run. Whoever sees an ended ticket finds the room that it
+// Moves on over a piece without tokens, a piece at its end, a layer that is left alone. Returns
+// whether it moved.
+bool TransferEngine::Machine::Transfer::skip_what_is_empty() {
+  const RowsPiece& at = request.pieces[piece];
+  if (at.length == 0 || layer == at.layers.size()) {
+    ++piece;
+    layer = 0;
+    token = 0;
+    return true;
+  }
+  if (at.layers[layer] == nullptr) {
+    ++layer;
+    return true;
+  }
+  return false;
+}
+
+// As many tokens of as many neighbouring layers as one step takes.
+TransferEngine::Machine::Part TransferEngine::Machine::next_part(const Transfer& transfer) const {
+  const TransferRequest& request = transfer.request;
+  const RowsPiece& piece = request.pieces[transfer.piece];
+  if (direct_) return {.token = 0, .tokens = piece.length, .layer = transfer.layer, .layers = 1};
+  const std::int64_t rows = region_bytes(options_) / request.paged.row_bytes;
+  const auto layers_left = static_cast<std::int64_t>(piece.layers.size() - transfer.layer);
+  std::int64_t layers = 1;
+  while (layers < std::min(layers_left, rows) &&
+         piece.layers[transfer.layer + static_cast<std::size_t>(layers)] != nullptr) {
+    ++layers;
+  }
+  std::int64_t tokens = std::min(piece.length - transfer.token, rows / layers);
+  // A range that begins inside a block touches one block more than its length needs.
+  if (tokens / request.paged.block_size > kRegionIds - 2) {
+    tokens = (kRegionIds - 2) * request.paged.block_size;
+  }
+  return {.token = transfer.token,
+          .tokens = tokens,
+          .layer = transfer.layer,
+          .layers = static_cast<std::size_t>(layers)};
+}
+
+void TransferEngine::Machine::enqueue_step(const std::shared_ptr<Transfer>& transfer,
+                                           const Part& part) {
+  Step step{.transfer = transfer,
+            .ran = nullptr,
+            .region = std::nullopt,
+            .bytes = part.tokens * static_cast<std::int64_t>(part.layers) *
+                     transfer->request.paged.row_bytes};
+  Lane& lane = lanes_[next_lane_++ % lanes_.size()];
+  try {
+    if (!lane.kernels) lane = make_lane();
+    if (direct_) {
+      step.ran = enqueue_direct(lane, *transfer, part);
+    } else {
+      step.region = free_regions_.back();
+      free_regions_.pop_back();
+      step.ran = enqueue_staged(lane, *transfer, part, *step.region);
+    }
+  } catch (const std::exception& error) {
+    transfer->fail(error.what());
+    if (!lane.kernels) return;
+    // What was enqueued before the failure still runs, and its ticket must outlast it.
+    try {
+      if (lane.copies) lane.kernels->wait(lane.copies->record());
+      step.ran = lane.kernels->record();
+    } catch (const std::exception&) {
+      lane = Lane{};  // streams die after their work has run
+      if (step.region) free_regions_.push_back(*step.region);
+      return;
+    }
+  }
+  if (step.region && mutated("staging reused early")) {
+    free_regions_.push_back(*step.region);
+    step.region.reset();
+  }
+  in_flight_bytes_ += step.bytes;
+  ++transfer->steps_in_flight;
+  in_flight_.push_back(std::move(step));
+  // On to the next tokens of these layers, then to the next layers.
+  transfer->token += part.tokens;
+  if (transfer->token == transfer->request.pieces[transfer->piece].length) {
+    transfer->token = 0;
+    transfer->layer += part.layers;
+  }
+}
+
+std::shared_ptr<Event> TransferEngine::Machine::enqueue_direct(Lane& lane, const Transfer& transfer,
+                                                               const Part& part) {
+  const TransferRequest& request = transfer.request;
+  const RowsPiece& piece = request.pieces[transfer.piece];
+  const std::int64_t row_bytes = request.paged.row_bytes;
+  const RowsTask task{.paged = request.paged.layers(part.layer, 1),
+                      .block_ids = request.block_ids.data(),
+                      .start = piece.start + part.token,
+                      .length = part.tokens,
+                      .rows = {piece.layers[part.layer] + part.token * row_bytes, row_bytes, 0}};
+  lane.kernels->wait(transfer.after);
+  if (request.direction == Direction::kGather) {
+    lane.kernels->gather(task);
+  } else {
+    lane.kernels->scatter(task);
+  }
+  return lane.kernels->record();
+}
+
+std::shared_ptr<Event> TransferEngine::Machine::enqueue_staged(Lane& lane, const Transfer& transfer,
+                                                               const Part& part,
+                                                               const Region& region) {
+  const TransferRequest& request = transfer.request;
+  const RowsPiece& piece = request.pieces[transfer.piece];
+  const std::int64_t row_bytes = request.paged.row_bytes;
+  const std::int64_t layer_bytes = part.tokens * row_bytes;
+  const std::int64_t start = piece.start + part.token;
+
+  // The ids of the blocks that this part touches, counted from the first of them.
+  const std::int64_t first_block = start / request.paged.block_size;
+  const std::int64_t last_block = (start + part.tokens - 1) / request.paged.block_size;
+  const std::int64_t count = last_block - first_block + 1;
+  std::copy_n(request.block_ids.begin() + first_block, count, region.host_ids);
+  const Copy ids{.to = reinterpret_cast<std::byte*>(region.ids),
+                 .from = reinterpret_cast<const std::byte*>(region.host_ids),
+                 .bytes = count * static_cast<std::int64_t>(sizeof(std::int64_t))};
+  const RowsTask task{.paged = request.paged.layers(part.layer, part.layers),
+                      .block_ids = region.ids,
+                      .start = start - first_block * request.paged.block_size,
+                      .length = part.tokens,
+                      .rows = {region.rows, row_bytes, layer_bytes}};
+  std::vector<Copy> moves;
+  for (std::size_t i = 0; i < part.layers; ++i) {
+    std::byte* const host = piece.layers[part.layer + i] + part.token * row_bytes;
+    std::byte* const device = region.rows + static_cast<std::int64_t>(i) * layer_bytes;
+    moves.push_back(request.direction == Direction::kGather ? Copy{host, device, layer_bytes}
+                                                            : Copy{device, host, layer_bytes});
+  }
+
+  if (!mutated("no wait for what is written before")) lane.kernels->wait(transfer.after);
+  lane.kernels->copy_to_device({&ids, 1});
+  if (request.direction == Direction::kGather) {
+    lane.kernels->gather(task);
+    const auto packed = lane.kernels->record();
+    if (!mutated("copy before gather")) lane.copies->wait(packed);
+    lane.copies->copy_to_host(moves);
+    return mutated("done recorded before the copies") ? packed : lane.copies->record();
+  }
+  lane.copies->copy_to_device(moves);
+  const auto moved = lane.copies->record();
+  if (!mutated("scatter before copy")) lane.kernels->wait(moved);
+  lane.kernels->scatter(task);
+  return mutated("done recorded before the scatter") ? moved : lane.kernels->record();
+}
+
+// Ends the transfers whose last step has run. Whoever sees an ended ticket finds the room that it
 // made: both change under one lock.
 bool TransferEngine::Machine::end_transfers() {
   const std::lock_guard lock(mutex_);
   const std::size_t ended = std::erase_if(running_, [](const auto& transfer) {
-    if (transfer->pieces_in_flight > 0 || !transfer->wholly_enqueued()) return false;
+    const bool running = transfer->steps_in_flight > 0 &&
+                         !(mutated("cancel without waiting") && transfer->ticket->cancelled());
+    if (running || !transfer->wholly_enqueued()) return false;
     transfer->ticket->end(transfer->error ? Ticket::State::kFailed : Ticket::State::kDone,
                           transfer->error.value_or(""));
     return true;
@@ -327,9 +556,9 @@ TransferEngine::~TransferEngine() {
 
 bool TransferEngine::in_child() const { return getpid() != owner_pid_; }
 
-std::shared_ptr<Ticket> TransferEngine::gather(Gather request, Backpressure policy) {
+std::shared_ptr<Ticket> TransferEngine::submit(TransferRequest request, Backpressure policy) {
   if (in_child()) throw std::runtime_error(kForked);
-  return machine_->gather(std::move(request), policy);
+  return machine_->submit(std::move(request), policy);
 }
 
 bool TransferEngine::poll() { return !in_child() && machine_->poll(); }

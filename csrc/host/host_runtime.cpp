@@ -1,14 +1,19 @@
 #include "host/host_runtime.h"
 
 #include <condition_variable>
+#include <cstdlib>
+#include <cstring>
 #include <deque>
 #include <functional>
 #include <mutex>
+#include <new>
 #include <stdexcept>
 #include <string>
 #include <thread>
 #include <utility>
+#include <vector>
 
+#include "core/copy_plan.h"
 #include "core/host_copy.h"
 
 namespace hscache {
@@ -40,6 +45,17 @@ class HostEvent final : public Event {
   bool done_ = false;
 };
 
+class HostBuffer final : public Buffer {
+ public:
+  explicit HostBuffer(std::int64_t bytes)
+      : Buffer(nullptr), memory_(static_cast<std::size_t>(bytes)) {
+    data_ = memory_.data();
+  }
+
+ private:
+  std::vector<std::byte> memory_;
+};
+
 class HostStream final : public Stream {
  public:
   HostStream() : thread_([this] { run(); }) {}
@@ -53,12 +69,8 @@ class HostStream final : public Stream {
     thread_.join();
   }
 
-  void wait(std::shared_ptr<Event> event) override {
-    enqueue([event = std::static_pointer_cast<HostEvent>(std::move(event))] { event->wait(); });
-  }
-
-  void copy(const PagedView& paged, const RowsView& rows, std::vector<CopySpan> plan) override {
-    enqueue([paged, rows, plan = std::move(plan)] { copy_to_rows(paged, rows, plan); });
+  void wait(const std::shared_ptr<Event>& event) override {
+    enqueue([event = std::static_pointer_cast<HostEvent>(event)] { event->wait(); });
   }
 
   std::shared_ptr<Event> record() override {
@@ -67,7 +79,31 @@ class HostStream final : public Stream {
     return event;
   }
 
+  void gather(const RowsTask& task) override {
+    enqueue([task] { copy_to_rows(task.paged, task.rows, plan(task)); });
+  }
+  void scatter(const RowsTask& task) override {
+    enqueue([task] { copy_to_paged(task.paged, task.rows, plan(task)); });
+  }
+  void copy_to_device(std::span<const Copy> copies) override { copy(copies); }
+  void copy_to_host(std::span<const Copy> copies) override { copy(copies); }
+
  private:
+  static std::vector<CopySpan> plan(const RowsTask& task) {
+    const std::int64_t blocks =
+        (task.start + task.length + task.paged.block_size - 1) / task.paged.block_size;
+    const std::span ids(task.block_ids, static_cast<std::size_t>(blocks));
+    return plan_copy(task.paged, BlockTable{ids}, task.start, task.length, task.rows);
+  }
+
+  void copy(std::span<const Copy> copies) {
+    enqueue([copies = std::vector(copies.begin(), copies.end())] {
+      for (const Copy& piece : copies) {
+        std::memcpy(piece.to, piece.from, static_cast<std::size_t>(piece.bytes));
+      }
+    });
+  }
+
   void enqueue(std::function<void()> work) {
     {
       const std::lock_guard lock(mutex_);
@@ -100,9 +136,17 @@ class HostStream final : public Stream {
 
 std::unique_ptr<Stream> HostRuntime::create_stream() { return std::make_unique<HostStream>(); }
 
-std::shared_ptr<Event> HostRuntime::record_producer(std::uintptr_t stream) {
+std::unique_ptr<Buffer> HostRuntime::allocate_device(std::int64_t bytes) {
+  return std::make_unique<HostBuffer>(bytes);
+}
+
+std::unique_ptr<Buffer> HostRuntime::allocate_pinned(std::int64_t bytes) {
+  return std::make_unique<HostBuffer>(bytes);
+}
+
+std::shared_ptr<Event> HostRuntime::record_on(std::uintptr_t stream) {
   if (stream != 0) {
-    throw std::invalid_argument("producer stream is " + std::to_string(stream) +
+    throw std::invalid_argument("the stream is " + std::to_string(stream) +
                                 ": rows in host memory have no stream, pass 0");
   }
   auto event = std::make_shared<HostEvent>();

@@ -7,10 +7,13 @@ namespace hscache {
 
 class HostRuntime final : public DeviceRuntime {
  public:
+  bool reaches_host() const override { return true; }
   std::unique_ptr<Stream> create_stream() override;
-  // Host producers have written their rows by the time they call: the event is done. Throws
-  // std::invalid_argument for a stream other than 0.
-  std::shared_ptr<Event> record_producer(std::uintptr_t stream) override;
+  std::unique_ptr<Buffer> allocate_device(std::int64_t bytes) override;
+  std::unique_ptr<Buffer> allocate_pinned(std::int64_t bytes) override;
+  // Whoever writes rows in host memory has written them by the time of the call: the event is
+  // done. Throws std::invalid_argument for a stream other than 0.
+  std::shared_ptr<Event> record_on(std::uintptr_t stream) override;
 };
 
 }  // namespace hscache

@@ -8,6 +8,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
+#include <tuple>
 #include <utility>
 
 #undef __launch_bounds__
@@ -31,31 +33,28 @@ struct Running {
 };
 extern Running running;
 
-// Calls a kernel with the arguments that the pointers point to.
-using Thunk = void (*)(const void* kernel, void** arguments);
+// A kernel with its arguments, as they were when it was launched; runs one thread.
+using Bound = std::function<void()>;
+// Makes one of the arguments that the pointers point to.
+using Binder = Bound (*)(const void* kernel, void** arguments);
 
-void register_kernel(const void* kernel, Thunk thunk);
+void register_kernel(const void* kernel, Binder binder);
 
 template <class... Parameters>
 void register_kernel(void (*kernel)(Parameters...)) {
   register_kernel(reinterpret_cast<const void*>(kernel), [](const void* self, void** arguments) {
-    [&]<std::size_t... I>(std::index_sequence<I...>) {
-      reinterpret_cast<void (*)(Parameters...)>(const_cast<void*>(self))(
-          *static_cast<Parameters*>(arguments[I])...);
+    return [&]<std::size_t... I>(std::index_sequence<I...>) -> Bound {
+      return [call = reinterpret_cast<void (*)(Parameters...)>(const_cast<void*>(self)),
+              values = std::tuple<Parameters...>(*static_cast<Parameters*>(arguments[I])...)] {
+        std::apply(call, values);
+      };
     }(std::index_sequence_for<Parameters...>{});
   });
 }
 
-// The order of blocks and threads in the launches that follow.
-void set_order(std::uint64_t seed);
-
-// The latest launch.
-struct Launch {
-  std::int64_t number = 0;  // from 1
-  const void* kernel = nullptr;
-  unsigned blocks = 0;
-  cudaStream_t stream = nullptr;
-};
-Launch latest_launch();
+// Null for a kernel that was never registered.
+Bound bind_arguments(const void* kernel, void** arguments);
+// Runs the threads of one block, one after the other.
+void run_block(const Bound& kernel, unsigned index, dim3 grid, dim3 block, bool backwards);
 
 }  // namespace hscache::cuda::host

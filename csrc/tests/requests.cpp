@@ -13,6 +13,8 @@ std::vector<std::byte> room_for(std::int64_t length) {
   return std::vector<std::byte>(static_cast<std::size_t>(length * kRowBytes + 1), kUntouched);
 }
 
+std::size_t layer_of(std::size_t piece) { return piece % kLayers; }
+
 }  // namespace
 
 Cache::Cache() : memory_(kBlocks * kLayers * kBlockSize * kRowBytes) { memory_.fill(); }
@@ -39,20 +41,21 @@ Request::Request(Cache& cache, std::vector<std::int64_t> block_ids, std::int64_t
     : view_(cache.view()), block_ids_(std::move(block_ids)) {
   for (const std::int64_t length : lengths) {
     destinations_.push_back(room_for(length));
-    pieces_.push_back({.layer = static_cast<std::int64_t>(pieces_.size()) % kLayers,
-                       .start = start,
-                       .length = length,
-                       .destination = destinations_.back().data()});
+    RowsPiece piece{.start = start, .length = length, .layers = {}};
+    piece.layers.resize(kLayers, nullptr);
+    piece.layers[layer_of(pieces_.size())] = destinations_.back().data();
+    pieces_.push_back(std::move(piece));
     start += length;
   }
 }
 
 bool Request::holds_its_rows() const {
   std::vector<std::vector<std::byte>> expected;
-  for (const GatherPiece& piece : pieces_) {
+  for (std::size_t i = 0; i < pieces_.size(); ++i) {
+    const RowsPiece& piece = pieces_[i];
     expected.push_back(room_for(piece.length));
     Layout layout;
-    layout.paged = view_.single_layer(piece.layer);
+    layout.paged = view_.layers(layer_of(i), 1);
     layout.block_ids = block_ids_;
     layout.start = piece.start;
     layout.length = piece.length;

@@ -34,8 +34,8 @@ class Request {
   Request(Cache& cache, std::vector<std::int64_t> block_ids, std::int64_t start,
           const std::vector<std::int64_t>& lengths);
 
-  Gather gather() const { return {view_, block_ids_, pieces_, 0}; }
-  const std::byte* destination(std::size_t piece) const { return pieces_[piece].destination; }
+  TransferRequest gather() const { return {Direction::kGather, view_, block_ids_, pieces_, 0}; }
+  const std::byte* destination(std::size_t piece) const { return destinations_[piece].data(); }
   const std::vector<std::vector<std::byte>>& destinations() const { return destinations_; }
 
   // Whether every destination holds the rows that the cache holds now.
@@ -46,7 +46,7 @@ class Request {
   PagedView view_;
   std::vector<std::int64_t> block_ids_;
   std::vector<std::vector<std::byte>> destinations_;
-  std::vector<GatherPiece> pieces_;
+  std::vector<RowsPiece> pieces_;
 };
 
 // 1 to 6 pieces of 0 to 9 tokens, over random blocks.

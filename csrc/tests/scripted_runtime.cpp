@@ -4,19 +4,10 @@
 #include <stdexcept>
 #include <utility>
 
+#include "core/copy_plan.h"
 #include "core/host_copy.h"
 
 namespace hscache::test {
-namespace {
-
-std::int64_t bytes_of(const std::vector<CopySpan>& plan) {
-  std::int64_t sum = 0;
-  for (const CopySpan& span : plan) sum += span.bytes * span.count;
-  return sum;
-}
-
-}  // namespace
-
 struct Script::ScriptedEvent final : Event {
   explicit ScriptedEvent(Script& owner) : script(owner) {}
   bool done() const override {
@@ -37,22 +28,28 @@ struct Script::ScriptedStream final : Stream {
     while (script->step(*queue, true)) {
     }
   }
-  void wait(std::shared_ptr<Event> event) override {
+  void wait(const std::shared_ptr<Event>& event) override {
     const std::lock_guard lock(script->mutex_);
     script->take_fault(Call::kWait);
     Operation operation;
-    operation.waits_for = std::static_pointer_cast<ScriptedEvent>(std::move(event));
+    operation.waits_for = std::static_pointer_cast<ScriptedEvent>(event);
     queue->push_back(std::move(operation));
   }
-  void copy(const PagedView& paged, const RowsView& rows, std::vector<CopySpan> plan) override {
+  void gather(const RowsTask& task) override {
     const std::lock_guard lock(script->mutex_);
-    script->bytes_outstanding_ += bytes_of(plan);
+    Operation operation;
+    operation.copies = true;
+    operation.task = task;
+    script->bytes_outstanding_ += operation.bytes();
     script->most_bytes_outstanding_ =
         std::max(script->most_bytes_outstanding_, script->bytes_outstanding_);
-    script->enqueued_.push_back(rows.data);
-    queue->push_back({nullptr, nullptr, true, paged, rows, std::move(plan)});
+    script->enqueued_.push_back(task.rows.data);
+    queue->push_back(std::move(operation));
     script->take_fault(Call::kCopy);
   }
+  void scatter(const RowsTask&) override { throw std::logic_error("not scripted"); }
+  void copy_to_device(std::span<const Copy>) override { throw std::logic_error("not scripted"); }
+  void copy_to_host(std::span<const Copy>) override { throw std::logic_error("not scripted"); }
   std::shared_ptr<Event> record() override {
     const std::lock_guard lock(script->mutex_);
     script->take_fault(Call::kRecord);
@@ -74,7 +71,10 @@ struct Script::ScriptedRuntime final : DeviceRuntime {
     script->streams_.push_back(std::make_shared<Queue>());
     return std::make_unique<ScriptedStream>(script, script->streams_.back());
   }
-  std::shared_ptr<Event> record_producer(std::uintptr_t) override {
+  bool reaches_host() const override { return true; }
+  std::unique_ptr<hscache::Buffer> allocate_device(std::int64_t) override { return nullptr; }
+  std::unique_ptr<hscache::Buffer> allocate_pinned(std::int64_t) override { return nullptr; }
+  std::shared_ptr<Event> record_on(std::uintptr_t) override {
     const std::lock_guard lock(script->mutex_);
     script->take_fault(Call::kProducer);
     auto event = std::make_shared<ScriptedEvent>(*script);
@@ -90,14 +90,16 @@ std::unique_ptr<DeviceRuntime> Script::runtime() {
   return std::make_unique<ScriptedRuntime>(shared_from_this());
 }
 
-void Script::fail_next(Call call, std::string text) {
+void Script::fail_next(Call call, std::string text, int times) {
   const std::lock_guard lock(mutex_);
-  faults_[static_cast<int>(call)] = std::move(text);
+  faults_[static_cast<int>(call)] = {std::move(text), times};
 }
 
 void Script::take_fault(Call call) {
-  const std::string text = std::exchange(faults_[static_cast<int>(call)], "");
-  if (!text.empty()) throw std::runtime_error(text);
+  Fault& fault = faults_[static_cast<int>(call)];
+  if (fault.times == 0) return;
+  --fault.times;
+  throw std::runtime_error(fault.text);
 }
 
 void Script::hold_producers() {
@@ -116,8 +118,13 @@ bool Script::step(Queue& stream, bool past_waits) {
   const Operation& next = stream.front();
   if (next.waits_for && !next.waits_for->complete && !past_waits) return false;
   if (next.copies) {
-    copy_to_rows(next.paged, next.rows, next.plan);
-    bytes_outstanding_ -= bytes_of(next.plan);
+    const RowsTask& task = next.task;
+    const std::int64_t blocks =
+        (task.start + task.length + task.paged.block_size - 1) / task.paged.block_size;
+    const BlockTable table{std::span(task.block_ids, static_cast<std::size_t>(blocks))};
+    copy_to_rows(task.paged, task.rows,
+                 plan_copy(task.paged, table, task.start, task.length, task.rows));
+    bytes_outstanding_ -= next.bytes();
   }
   if (next.completes) next.completes->complete = true;
   stream.pop_front();
@@ -160,7 +167,7 @@ bool Script::is_outstanding(const std::byte* destination) const {
   const std::lock_guard lock(mutex_);
   for (const auto& stream : streams_) {
     for (const Operation& operation : *stream) {
-      if (operation.copies && operation.rows.data == destination) return true;
+      if (operation.copies && operation.task.rows.data == destination) return true;
     }
   }
   return false;

@@ -1,4 +1,5 @@
-// A DeviceRuntime whose work runs when, and fails where, the test says so.
+// A DeviceRuntime whose work runs when, and fails where, the test says so. It reaches host memory,
+// so that every step is one copy on the one stream of its lane.
 #pragma once
 
 #include <cstddef>
@@ -22,9 +23,9 @@ class Script : public std::enable_shared_from_this<Script> {
 
   std::unique_ptr<DeviceRuntime> runtime();
 
-  // The next call of that kind throws std::runtime_error, once. A copy that fails has been enqueued
+  // The next calls of that kind throw std::runtime_error. A copy that fails has been enqueued
   // nevertheless, to its last byte.
-  void fail_next(Call call, std::string text);
+  void fail_next(Call call, std::string text, int times = 1);
 
   // Producer events recorded from now on stay open until release_producers().
   void hold_producers();
@@ -51,9 +52,11 @@ class Script : public std::enable_shared_from_this<Script> {
     std::shared_ptr<ScriptedEvent> waits_for;
     std::shared_ptr<ScriptedEvent> completes;
     bool copies = false;
-    PagedView paged;
-    RowsView rows;
-    std::vector<CopySpan> plan;
+    RowsTask task;
+
+    std::int64_t bytes() const {
+      return task.length * task.paged.num_layers * task.paged.row_bytes;
+    }
   };
   using Queue = std::deque<Operation>;
 
@@ -61,7 +64,11 @@ class Script : public std::enable_shared_from_this<Script> {
   bool step(Queue& stream, bool past_waits);
 
   mutable std::mutex mutex_;
-  std::string faults_[kCalls];
+  struct Fault {
+    std::string text;
+    int times = 0;
+  };
+  Fault faults_[kCalls];
   bool producers_held_ = false;
   std::vector<std::shared_ptr<ScriptedEvent>> producers_;
   std::vector<std::shared_ptr<Queue>> streams_;

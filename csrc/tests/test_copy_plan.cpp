@@ -122,7 +122,7 @@ TEST(copy_plan, outermost_layer_joins_neighbouring_blocks_of_a_layer) {
 }
 
 TEST(copy_plan, one_layer_of_outermost_layers_is_one_piece) {
-  CHECK_EQ(plan_of(layers_outermost().single_layer(0), {2, 3}, 1, 7),
+  CHECK_EQ(plan_of(layers_outermost().layers(0, 1), {2, 3}, 1, 7),
            (Plan{{64 + kRow, 0, 7 * kRow, 1, 0, 0}}));
 }
 
@@ -133,12 +133,12 @@ TEST(copy_plan, padded_pages_are_one_span) {
 }
 
 TEST(copy_plan, padded_tokens_go_on_into_the_next_block) {
-  PagedView view = token_major().single_layer(0);  // 8 of every 24 bytes
+  PagedView view = token_major().layers(0, 1);  // 8 of every 24 bytes
   CHECK_EQ(plan_of(view, {1, 2}, 0, 8), (Plan{{96, 0, kRow, 8, 24, kRow}}));
 }
 
 TEST(copy_plan, one_token_head_and_tail_take_on_the_step) {
-  PagedView view = token_major().single_layer(0);
+  PagedView view = token_major().layers(0, 1);
   CHECK_EQ(plan_of(view, {1, 2, 3}, 3, 6), (Plan{{96 + 72, 0, kRow, 6, 24, kRow}}));
 }
 

@@ -55,7 +55,7 @@ std::unique_ptr<TransferEngine> make_engine() {
 
 bool still_works(TransferEngine& engine, Cache& cache) {
   const Request request(cache, {5, 1}, 0, {4, 4});
-  const auto ticket = engine.gather(request.gather(), Backpressure::kWait);
+  const auto ticket = engine.submit(request.gather(), Backpressure::kWait);
   ticket->wait(std::nullopt);
   return ticket->state() == Ticket::State::kDone && request.holds_its_rows();
 }
@@ -71,7 +71,7 @@ TEST(fork, a_child_is_told_whose_engine_it_is) {
   const auto engine = make_engine();
   const Request request(cache, {5}, 0, {4});
   CHECK_EQ(in_child([&] {
-             engine->gather(request.gather(), Backpressure::kWait);
+             engine->submit(request.gather(), Backpressure::kWait);
              return "accepted";
            }),
            kForked);
@@ -101,7 +101,7 @@ TEST(fork, a_childs_copy_has_nothing_pending_and_nothing_to_poll) {
   const auto script = std::make_shared<Script>();
   TransferEngine engine(script->runtime(), {}, false);
   const Request request(cache, {5}, 0, {4});
-  const auto ticket = engine.gather(request.gather(), Backpressure::kWait);
+  const auto ticket = engine.submit(request.gather(), Backpressure::kWait);
   CHECK_EQ(in_child([&] {
              return std::to_string(engine.pending()) + (engine.poll() ? " polled" : " idle");
            }),
@@ -117,7 +117,7 @@ TEST(fork, a_child_does_not_wait_for_a_ticket_that_cannot_end) {
   const auto script = std::make_shared<Script>();
   TransferEngine engine(script->runtime(), {}, false);
   const Request request(cache, {5}, 0, {4});
-  const auto ticket = engine.gather(request.gather(), Backpressure::kWait);
+  const auto ticket = engine.submit(request.gather(), Backpressure::kWait);
   CHECK_EQ(in_child([&] {
              const bool ended = ticket->wait(std::nullopt);
              return ended && ticket->state() == Ticket::State::kFailed ? "threw: " + ticket->error()
@@ -135,7 +135,7 @@ TEST(fork, a_ticket_that_ended_before_stays_as_it_ended) {
   Cache cache;
   const auto engine = make_engine();
   const Request request(cache, {5}, 0, {4});
-  const auto ticket = engine->gather(request.gather(), Backpressure::kWait);
+  const auto ticket = engine->submit(request.gather(), Backpressure::kWait);
   ticket->wait(std::nullopt);
   CHECK_EQ(in_child([&] {
              return ticket->wait(std::nullopt) && ticket->state() == Ticket::State::kDone
@@ -161,7 +161,7 @@ TEST(fork, a_child_of_a_busy_engine_is_told_too) {
       engine->poll();
       engine->pending();
       engine->close();
-      engine->gather(request.gather(), Backpressure::kWait);
+      engine->submit(request.gather(), Backpressure::kWait);
       return "accepted";
     });
     if (!CHECK_EQ(answer, kForked)) break;

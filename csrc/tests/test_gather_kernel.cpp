@@ -3,9 +3,9 @@
 #include <string>
 #include <vector>
 
-#include "cuda/gather.h"
+#include "cuda/rows.h"
 #include "tests/harness.h"
-#include "tests/kernel_on_host.h"
+#include "tests/launch_at_once.h"
 #include "tests/layouts.h"
 
 namespace hscache::test {

@@ -16,9 +16,8 @@ constexpr std::int64_t kBig = 2 << 20;  // long enough that what does not wait c
 
 // Enqueues the copy of a whole buffer into another.
 void copy_all(Stream& stream, Bytes& from, Bytes& to) {
-  const auto bytes = static_cast<std::int64_t>(from.size());
-  stream.copy({from.data(), 1, 1, 1, bytes, bytes, bytes, bytes}, {to.data(), bytes, bytes},
-              {{0, 0, bytes, 1, 0, 0}});
+  const Copy copy{to.data(), from.data(), static_cast<std::int64_t>(from.size())};
+  stream.copy_to_host({&copy, 1});
 }
 
 void finish(Stream& stream) {
@@ -103,8 +102,8 @@ TEST(host_runtime, streams_may_wait_for_each_other_in_turn) {
 
 TEST(host_runtime, host_producers_have_no_stream) {
   HostRuntime runtime;
-  CHECK(runtime.record_producer(0)->done());
-  CHECK_THROWS(std::invalid_argument, "producer stream is 5", runtime.record_producer(5));
+  CHECK(runtime.record_on(0)->done());
+  CHECK_THROWS(std::invalid_argument, "the stream is 5", runtime.record_on(5));
 }
 
 }  // namespace hscache::test

@@ -41,7 +41,7 @@ TEST(transfer_threads, concurrent_submitters_get_their_rows) {
     Random random(static_cast<std::uint64_t>(id));
     for (int round = 0; round < 100; ++round) {
       const Request request = draw_request(cache, random);
-      const auto ticket = engine.gather(request.gather(), Backpressure::kWait);
+      const auto ticket = engine.submit(request.gather(), Backpressure::kWait);
       ticket->wait(std::nullopt);
       if (!CHECK(ticket->state() == State::kDone) || !CHECK(request.holds_its_rows())) return;
     }
@@ -58,7 +58,7 @@ TEST(transfer_threads, many_tickets_are_held_by_one_submitter) {
     std::vector<std::shared_ptr<Ticket>> tickets;
     for (int round = 0; round < 100; ++round) {
       requests.push_back(std::make_unique<Request>(draw_request(cache, random)));
-      tickets.push_back(engine.gather(requests.back()->gather(), Backpressure::kWait));
+      tickets.push_back(engine.submit(requests.back()->gather(), Backpressure::kWait));
     }
     engine.drain();
     for (std::size_t i = 0; i < tickets.size(); ++i) {
@@ -76,7 +76,7 @@ TEST(transfer_threads, refused_submitters_come_through_in_the_end) {
     for (int round = 0; round < 30; ++round) {
       const Request request = draw_request(cache, random);
       std::shared_ptr<Ticket> ticket;
-      while (!(ticket = engine.gather(request.gather(), Backpressure::kRefuse))) {
+      while (!(ticket = engine.submit(request.gather(), Backpressure::kRefuse))) {
         std::this_thread::yield();
       }
       ticket->wait(std::nullopt);
@@ -90,7 +90,7 @@ TEST(transfer_threads, an_ended_ticket_has_made_room) {
   TransferEngine engine(host(), {2, 1, kRowBytes});
   const Request request(cache, {5}, 0, {4});
   for (int round = 0; round < 300; ++round) {
-    const auto ticket = engine.gather(request.gather(), Backpressure::kRefuse);
+    const auto ticket = engine.submit(request.gather(), Backpressure::kRefuse);
     if (!CHECK(ticket != nullptr)) return;
     ticket->wait(std::nullopt);
   }
@@ -101,7 +101,7 @@ TEST(transfer_threads, a_wait_beyond_all_clocks_is_a_wait) {
   TransferEngine engine(host(), {});
   const Request request(cache, {5}, 0, {4});
   for (const double seconds : {1e10, 1e300, std::numeric_limits<double>::infinity()}) {
-    const auto ticket = engine.gather(request.gather(), Backpressure::kWait);
+    const auto ticket = engine.submit(request.gather(), Backpressure::kWait);
     CHECK(ticket->wait(std::chrono::duration<double>(seconds)));
   }
 }
@@ -121,7 +121,7 @@ TEST(transfer_threads, close_answers_every_submitter) {
         const Request request = draw_request(cache, random);
         std::shared_ptr<Ticket> ticket;
         try {
-          ticket = engine.gather(request.gather(), Backpressure::kWait);
+          ticket = engine.submit(request.gather(), Backpressure::kWait);
         } catch (const std::runtime_error& closed) {
           CHECK(std::string(closed.what()).find("closed") != std::string::npos);
           return;
@@ -140,7 +140,7 @@ TEST(transfer_threads, concurrent_closes_all_return) {
   Cache cache;
   TransferEngine engine(host(), kNarrow);
   const Request request(cache, {5, 1}, 0, {4, 4});
-  const auto ticket = engine.gather(request.gather(), Backpressure::kWait);
+  const auto ticket = engine.submit(request.gather(), Backpressure::kWait);
   on_threads([&](int) {
     engine.close();
     CHECK(ticket->state() != State::kPending);
@@ -153,7 +153,7 @@ TEST(transfer_threads, destruction_waits_for_what_is_in_flight) {
   std::shared_ptr<Ticket> ticket;
   {
     TransferEngine engine(host(), {});
-    ticket = engine.gather(request.gather(), Backpressure::kWait);
+    ticket = engine.submit(request.gather(), Backpressure::kWait);
   }
   CHECK(ticket->state() == State::kFailed || request.holds_its_rows());
   CHECK(ticket->state() != State::kPending);

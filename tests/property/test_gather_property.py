@@ -74,7 +74,7 @@ def pool() -> _native.SlotPool:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[_native.TransferEngine]:
-    engine = _native.TransferEngine(in_flight_bytes=200)  # less than most requests
+    engine = _native.TransferEngine(staging_bytes=200)  # less than most requests
     yield engine
     engine.close()
 

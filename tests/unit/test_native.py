@@ -24,7 +24,7 @@ SOON_S = 30.0  # a wait that takes this long has failed
 class Setup:
     """A paged cache, a pool, and an engine that only works when it is polled."""
 
-    def __init__(self, max_pending: int = 256, in_flight_bytes: int = 1 << 20) -> None:
+    def __init__(self, max_pending: int = 256, staging_bytes: int = 1 << 20) -> None:
         self.paged = torch.randn(BLOCKS, LAYERS, BLOCK_SIZE, HIDDEN)
         block, layer, token, _ = (4 * stride for stride in self.paged.stride())
         self.view = _native.PagedView(
@@ -35,7 +35,7 @@ class Setup:
         )
         self.pool = _native.SlotPool(_native.Arena(16 * CHUNK * ROW_BYTES), CHUNK * ROW_BYTES)
         self.engine = _native.TransferEngine(
-            max_pending=max_pending, in_flight_bytes=in_flight_bytes, threaded=False
+            max_pending=max_pending, staging_bytes=staging_bytes, threaded=False
         )
 
     def submit(self, wait: bool = False) -> _native.Ticket | None:
@@ -300,19 +300,19 @@ def test_gather_refusals_accept_nothing(setup: Setup) -> None:
     refused_texts(
         gather([5, 5, 5], (0, 0, 9, 0)), ValueError, "9 rows does not fit a slot of 8 rows"
     )
-    refused_texts(gather([5], (0, 0, 1, 0), stream=7), ValueError, "producer stream is 7")
+    refused_texts(gather([5], (0, 0, 1, 0), stream=7), ValueError, "the stream is 7")
     assert setup.engine.pending == 0
     assert not setup.read([0], 0, 8).any()
 
 
-@pytest.mark.parametrize("option", ["streams", "max_pending", "in_flight_bytes"])
+@pytest.mark.parametrize("option", ["lanes", "max_pending", "staging_bytes"])
 def test_engine_options_must_be_positive(option: str) -> None:
     with pytest.raises(ValueError, match=rf"{option} 0\b.*must each be at least 1"):
         _native.TransferEngine(**{option: 0})  # type: ignore[arg-type]
 
 
 def test_threads_share_an_engine(setup: Setup) -> None:
-    engine = _native.TransferEngine(max_pending=3, in_flight_bytes=1)
+    engine = _native.TransferEngine(max_pending=3, staging_bytes=1)
 
     def work(slot: int) -> bool:
         for round_ in range(50):

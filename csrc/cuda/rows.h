@@ -1,4 +1,4 @@
-// The gather kernel: scattered paged rows into rows in token order.
+// The row kernels: between scattered paged rows and rows in token order.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -16,5 +16,10 @@ namespace hscache::cuda {
 cudaError_t gather_rows(const PagedView& paged, const std::int64_t* block_ids, std::int64_t start,
                         std::int64_t length, const RowsView& rows, cudaStream_t stream,
                         unsigned max_blocks = 0);
+
+// The same way backwards, from `rows` to `paged`. No block may be in the range twice.
+cudaError_t scatter_rows(const PagedView& paged, const std::int64_t* block_ids, std::int64_t start,
+                         std::int64_t length, const RowsView& rows, cudaStream_t stream,
+                         unsigned max_blocks = 0);
 
 }  // namespace hscache::cuda

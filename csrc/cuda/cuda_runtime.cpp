@@ -1,0 +1,299 @@
+#include "cuda/cuda_runtime.h"
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/mutation.h"
+#include "cuda/rows.h"
+
+namespace hscache::cuda {
+namespace {
+
+// Errors after which nothing runs in this process's context any more.
+bool loses_context(cudaError_t error) {
+  switch (error) {
+    case cudaErrorIllegalAddress:
+    case cudaErrorLaunchTimeout:
+    case cudaErrorHardwareStackError:
+    case cudaErrorIllegalInstruction:
+    case cudaErrorMisalignedAddress:
+    case cudaErrorInvalidAddressSpace:
+    case cudaErrorInvalidPc:
+    case cudaErrorLaunchFailure:
+    case cudaErrorAssert:
+    case cudaErrorECCUncorrectable:
+    case cudaErrorNvlinkUncorrectable:
+    case cudaErrorContextIsDestroyed:
+      return true;
+    default:
+      return false;
+  }
+}
+
+void check(cudaError_t error, const char* doing) {
+  if (error == cudaSuccess) return;
+  // What is told here must not be told again by the next call of somebody else.
+  static_cast<void>(cudaGetLastError());
+  const bool lost = loses_context(error);
+  throw DeviceError(std::string(cudaGetErrorName(error)) + " (" + cudaGetErrorString(error) +
+                        ") while " + doing +
+                        (lost ? ": the CUDA context is lost, restart the process" : ""),
+                    lost);
+}
+
+// Makes a device the calling thread's for a while.
+class OnDevice {
+ public:
+  explicit OnDevice(int device) {
+    check(cudaGetDevice(&before_), "asking for the current device");
+    if (before_ == device) return;
+    check(cudaSetDevice(device), "choosing the device");
+    changed_ = true;
+  }
+  ~OnDevice() {
+    if (changed_) static_cast<void>(cudaSetDevice(before_));
+  }
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+
+ private:
+  int before_ = 0;
+  bool changed_ = false;
+};
+
+class DeviceBuffer final : public Buffer {
+ public:
+  explicit DeviceBuffer(std::int64_t bytes) : Buffer(nullptr) {
+    void* data = nullptr;
+    check(cudaMalloc(&data, static_cast<std::size_t>(bytes)), "allocating the staging ring");
+    data_ = static_cast<std::byte*>(data);
+  }
+  ~DeviceBuffer() override { static_cast<void>(cudaFree(data_)); }
+};
+
+class PinnedBuffer final : public Buffer {
+ public:
+  explicit PinnedBuffer(std::int64_t bytes) : Buffer(nullptr) {
+    void* data = nullptr;
+    check(cudaHostAlloc(&data, static_cast<std::size_t>(bytes), cudaHostAllocDefault),
+          "allocating pinned memory");
+    data_ = static_cast<std::byte*>(data);
+  }
+  ~PinnedBuffer() override { static_cast<void>(cudaFreeHost(data_)); }
+};
+
+}  // namespace
+
+class CudaEvent;
+
+// Events cost the driver a call to make: they are used again. One goes back when nobody asks for
+// its point any more, since recording it anew moves what earlier questions mean. Thread-safe.
+class EventPool : public std::enable_shared_from_this<EventPool> {
+ public:
+  ~EventPool() {
+    for (const cudaEvent_t event : free_) static_cast<void>(cudaEventDestroy(event));
+  }
+  std::shared_ptr<Event> record(cudaStream_t stream);
+
+ private:
+  friend class CudaEvent;
+
+  cudaEvent_t take() {
+    {
+      const std::lock_guard lock(mutex_);
+      if (!free_.empty()) {
+        const cudaEvent_t event = free_.back();
+        free_.pop_back();
+        return event;
+      }
+    }
+    cudaEvent_t event = nullptr;
+    check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "making an event");
+    return event;
+  }
+  void put(cudaEvent_t event) {
+    const std::lock_guard lock(mutex_);
+    free_.push_back(event);
+  }
+
+  std::mutex mutex_;
+  std::vector<cudaEvent_t> free_;
+};
+
+class CudaEvent final : public Event {
+ public:
+  CudaEvent(std::shared_ptr<EventPool> home, cudaEvent_t event)
+      : home_(std::move(home)), event_(event) {}
+  ~CudaEvent() override { home_->put(event_); }
+  CudaEvent(const CudaEvent&) = delete;
+  CudaEvent& operator=(const CudaEvent&) = delete;
+
+  bool done() const override {
+    const cudaError_t answer = cudaEventQuery(event_);
+    if (answer == cudaErrorNotReady) {
+      static_cast<void>(cudaGetLastError());
+      return false;
+    }
+    check(answer, "running a transfer");
+    return true;
+  }
+  cudaEvent_t raw() const { return event_; }
+
+ private:
+  const std::shared_ptr<EventPool> home_;
+  const cudaEvent_t event_;
+};
+
+std::shared_ptr<Event> EventPool::record(cudaStream_t stream) {
+  auto event = std::make_shared<CudaEvent>(shared_from_this(), take());
+  check(cudaEventRecord(event->raw(), stream), "recording an event");
+  if (mutated("event given back early")) put(event->raw());
+  return event;
+}
+
+namespace {
+
+class CudaStream final : public Stream {
+ public:
+  CudaStream(int device, const unsigned* max_grid, std::shared_ptr<EventPool> events)
+      : device_(device), max_grid_(max_grid), events_(std::move(events)) {
+    const OnDevice here(device);
+    int lowest = 0;
+    int highest = 0;
+    check(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "asking for stream priorities");
+    check(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, lowest),
+          "making a side stream");
+  }
+  ~CudaStream() override {
+    static_cast<void>(cudaStreamSynchronize(stream_));
+    static_cast<void>(cudaStreamDestroy(stream_));
+  }
+
+  void wait(const std::shared_ptr<Event>& event) override {
+    const OnDevice here(device_);
+    check(cudaStreamWaitEvent(stream_, static_cast<const CudaEvent&>(*event).raw(), 0),
+          "ordering two streams");
+  }
+  std::shared_ptr<Event> record() override {
+    const OnDevice here(device_);
+    return events_->record(stream_);
+  }
+
+  void gather(const RowsTask& task) override {
+    const OnDevice here(device_);
+    check(gather_rows(task.paged, task.block_ids, task.start, task.length, task.rows, stream_,
+                      *max_grid_),
+          "launching the gather kernel");
+  }
+  void scatter(const RowsTask& task) override {
+    const OnDevice here(device_);
+    check(scatter_rows(task.paged, task.block_ids, task.start, task.length, task.rows, stream_,
+                       *max_grid_),
+          "launching the scatter kernel");
+  }
+  void copy_to_device(std::span<const Copy> copies) override {
+    // The host's side does not change until the copy has run: it may be read at any time.
+    copy(copies, cudaMemcpyHostToDevice);
+  }
+  void copy_to_host(std::span<const Copy> copies) override { copy(copies, cudaMemcpyDeviceToHost); }
+
+ private:
+  void copy(std::span<const Copy> copies, cudaMemcpyKind kind) {
+    const OnDevice here(device_);
+#if CUDART_VERSION >= 13000
+    if (copies.size() > 1) {
+      copy_batch(copies);
+      return;
+    }
+#endif
+    for (const Copy& piece : copies) {
+      check(cudaMemcpyAsync(piece.to, piece.from, static_cast<std::size_t>(piece.bytes), kind,
+                            stream_),
+            "copying rows");
+    }
+  }
+
+#if CUDART_VERSION >= 13000
+  void copy_batch(std::span<const Copy> copies) {
+    std::vector<void*> to;
+    std::vector<const void*> from;
+    std::vector<std::size_t> bytes;
+    for (const Copy& piece : copies) {
+      to.push_back(piece.to);
+      from.push_back(piece.from);
+      bytes.push_back(static_cast<std::size_t>(piece.bytes));
+    }
+    cudaMemcpyAttributes attributes{};
+    // In stream order: device memory is still being written by the kernel before.
+    attributes.srcAccessOrder = mutated("batch copy in any order") ? cudaMemcpySrcAccessOrderAny
+                                                                   : cudaMemcpySrcAccessOrderStream;
+    attributes.flags = cudaMemcpyFlagPreferOverlapWithCompute;
+    std::size_t first = 0;
+    check(cudaMemcpyBatchAsync(to.data(), from.data(), bytes.data(), copies.size(), &attributes,
+                               &first, 1, stream_),
+          "copying rows");
+  }
+#endif
+
+  const int device_;
+  const unsigned* const max_grid_;
+  const std::shared_ptr<EventPool> events_;
+  cudaStream_t stream_ = nullptr;
+};
+
+}  // namespace
+
+CudaRuntime::CudaRuntime(int device) : device_(device), events_(std::make_shared<EventPool>()) {
+  int count = 0;
+  check(cudaGetDeviceCount(&count), "looking for CUDA devices");
+  if (device < 0 || device >= count) {
+    throw std::invalid_argument("CUDA device " + std::to_string(device) +
+                                " is asked for, there are " + std::to_string(count) +
+                                ": choose one from 0 on");
+  }
+}
+
+CudaRuntime::~CudaRuntime() = default;
+
+std::unique_ptr<Stream> CudaRuntime::create_stream() {
+  return std::make_unique<CudaStream>(device_, &max_grid_, events_);
+}
+
+std::unique_ptr<Buffer> CudaRuntime::allocate_device(std::int64_t bytes) {
+  const OnDevice here(device_);
+  return std::make_unique<DeviceBuffer>(bytes);
+}
+
+std::unique_ptr<Buffer> CudaRuntime::allocate_pinned(std::int64_t bytes) {
+  const OnDevice here(device_);
+  return std::make_unique<PinnedBuffer>(bytes);
+}
+
+std::shared_ptr<Event> CudaRuntime::record_on(std::uintptr_t stream) {
+  const OnDevice here(device_);
+  auto* const raw = reinterpret_cast<cudaStream_t>(stream);
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  check(cudaStreamIsCapturing(raw, &capture), "looking at the producer's stream");
+  if (capture != cudaStreamCaptureStatusNone) {
+    throw std::invalid_argument(
+        "the producer's stream is being captured into a CUDA graph: submit transfers outside of "
+        "capture");
+  }
+  return events_->record(raw);
+}
+
+std::string why_no_device() {
+  int count = 0;
+  const cudaError_t answer = cudaGetDeviceCount(&count);
+  if (answer == cudaSuccess && count > 0) return "";
+  static_cast<void>(cudaGetLastError());
+  return answer == cudaSuccess ? "no CUDA device" : cudaGetErrorString(answer);
+}
+
+}  // namespace hscache::cuda

@@ -1,0 +1,41 @@
+// DeviceRuntime on CUDA streams.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "core/device_runtime.h"
+
+namespace hscache::cuda {
+
+class EventPool;
+
+// Streams of their own at the device's lowest or highest priority, beside whatever the process
+// runs. Thread-safe; the device of the calling thread is left as it was.
+class CudaRuntime final : public DeviceRuntime {
+ public:
+  // Throws DeviceError where there is no such device, or no driver.
+  explicit CudaRuntime(int device);
+  ~CudaRuntime() override;
+
+  // A kernel may write to registered host memory, but copies over the bus are faster packed.
+  bool reaches_host() const override { return false; }
+  std::unique_ptr<Stream> create_stream() override;
+  std::unique_ptr<Buffer> allocate_device(std::int64_t bytes) override;
+  std::unique_ptr<Buffer> allocate_pinned(std::int64_t bytes) override;
+  // Throws std::invalid_argument for a stream that is being captured into a graph.
+  std::shared_ptr<Event> record_on(std::uintptr_t stream) override;
+
+  // Bounds the grids of kernels, so that tests see their loops repeat; 0 for as large as pays.
+  void set_max_grid(unsigned blocks) { max_grid_ = blocks; }
+
+ private:
+  const int device_;
+  unsigned max_grid_ = 0;
+  const std::shared_ptr<EventPool> events_;
+};
+
+// What the device answers when asked for its number, for people; empty where there is one.
+std::string why_no_device();
+
+}  // namespace hscache::cuda
