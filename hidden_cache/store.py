@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -311,84 +312,87 @@ class HiddenStateStore:
         parent_key: bytes | None,
     ) -> Lease:
         view, rows, layers = self._check_paged(paged, layer_idxs)
-        with self._guard():
+        # What fails half-way is taken back step by step: nothing of it stays.
+        with self._guard(), contextlib.ExitStack() as undo:
             self._check_open()
             self._forget_ended()
-            first = self._pool is None
-            pool = self._pool_for(rows)
-            slots: list[int] = []
-            entries: list[Entry] = []
-            pieces: list[tuple[int, int, int, int]] = []
+            pool = self._pool_for(rows, undo)
+            entries = self._pin(chunks, parent_key, undo)
+            present = sum(len(entry.layers) for entry in entries)
+            missing = sum(layer not in entry.layers for entry in entries for layer in layers)
+            keyless = (len(chunks) - len(entries)) * len(layers)
+            slots = self._allocate(missing + keyless, present, pool)
+            undo.callback(pool.free, slots)
+
+            unused, keyed = iter(slots), iter(entries)
+            pieces: list[tuple[int, int, int, int]] = []  # place of the layer, start, length, slot
+            added: list[LayerRows] = []
             private: list[list[int]] = []
-            added: list[tuple[Entry, int]] = []
-            created: list[Entry] = []
             gathered = 0
-            try:
-                needed = present = 0
-                for chunk in chunks:
-                    if chunk.key is None:
-                        needed += len(layers)
-                        continue
-                    entry = self._settled(chunk.key)
-                    if entry is None:
-                        entry = self._index.add(chunk.key, parent_key)
-                        created.append(entry)
-                    parent_key = chunk.key
-                    self._index.touch(entry)
-                    entry.pins += 1
-                    entries.append(entry)
-                    needed += sum(layer not in entry.layers for layer in layers)
-                    present += len(entry.layers)
-                slots = self._allocate(needed, present, pool)
-                unused, keyed = iter(slots), iter(entries)
-                for chunk in chunks:
-                    length = chunk.end - chunk.start
-                    owned: list[int] = []
-                    entry = None if chunk.key is None else next(keyed)
-                    fresh = False
-                    for place, layer in enumerate(layers):
-                        if entry is not None and layer in entry.layers:
-                            continue
-                        slot = next(unused)
-                        pieces.append((place, chunk.start, length, slot))
-                        fresh = True
-                        if entry is None:
-                            owned.append(slot)
-                        else:
-                            entry.layers[layer] = LayerRows(slot, None)
-                            added.append((entry, layer))
-                    gathered += length if fresh else 0
-                    if entry is None:
-                        private.append(owned)
-                ticket = None
-                if pieces:
-                    ticket = self._engine.gather(
-                        view, list(block_ids), pieces, pool, stream or 0, False
-                    )
-                    if ticket is None:
-                        raise QueueFullError(
-                            f"{self._engine.pending} transfers are pending, the limit: wait for "
-                            "some, or set hscache_max_pending higher"
-                        )
-                    self._sources.append((ticket, paged))
-                    for entry, layer in added:
-                        entry.layers[layer].ticket = ticket
-            except BaseException:
-                for entry in entries:
-                    entry.pins -= 1
-                for entry, layer in added:
-                    del entry.layers[layer]
-                for entry in reversed(created):
-                    self._index.remove(entry)
-                pool.free(slots)
-                if first:
-                    self._pool = self._rows = None  # the next store may bring other rows
-                raise
-            total = sum(chunk.end - chunk.start for chunk in chunks)
+            for chunk in chunks:
+                entry = next(keyed) if chunk.key is not None else None
+                length = chunk.end - chunk.start
+                places = [
+                    (place, next(unused))
+                    for place, layer in enumerate(layers)
+                    if entry is None or layer not in entry.layers
+                ]
+                pieces += [(place, chunk.start, length, slot) for place, slot in places]
+                gathered += length if places else 0
+                if entry is None:
+                    private.append([slot for _, slot in places])
+                    continue
+                for place, slot in places:
+                    added.append(LayerRows(slot, None))
+                    entry.layers[layers[place]] = added[-1]
+                    undo.callback(entry.layers.pop, layers[place])
+            ticket = self._submit(view, block_ids, pieces, pool, stream) if pieces else None
+            if ticket is not None:
+                self._sources.append((ticket, paged))
+                for layer_rows in added:
+                    layer_rows.ticket = ticket
+            undo.pop_all()
+            num_tokens = sum(chunk.end - chunk.start for chunk in chunks)
             self._tokens_gathered += gathered
-            self._tokens_deduplicated += total - gathered
-        num_tokens = chunks[-1].end if chunks else 0
-        return Lease(self, num_tokens, layers, entries, private, ticket, total - gathered, rows)
+            self._tokens_deduplicated += num_tokens - gathered
+        return Lease(
+            self, num_tokens, layers, entries, private, ticket, num_tokens - gathered, rows
+        )
+
+    def _pin(
+        self, chunks: Sequence[Chunk], parent_key: bytes | None, undo: contextlib.ExitStack
+    ) -> list[Entry]:
+        """The entries of the chunks that have keys, found or made, pinned and just used."""
+        entries = []
+        for chunk in chunks:
+            if chunk.key is None:
+                continue
+            entry = self._settled(chunk.key)
+            if entry is None:
+                entry = self._index.add(chunk.key, parent_key)
+                undo.callback(self._index.remove, entry)
+            parent_key = chunk.key
+            self._index.touch(entry)
+            entry.pins += 1
+            undo.callback(_unpin, entry)
+            entries.append(entry)
+        return entries
+
+    def _submit(
+        self,
+        view: _native.PagedView,
+        block_ids: Sequence[int],
+        pieces: Sequence[tuple[int, int, int, int]],
+        pool: _native.SlotPool,
+        stream: int | None,
+    ) -> _native.Ticket:
+        ticket = self._engine.gather(view, list(block_ids), pieces, pool, stream or 0, False)
+        if ticket is None:
+            raise QueueFullError(
+                f"{self._engine.pending} transfers are pending, the limit: wait for some, or set "
+                "hscache_max_pending higher"
+            )
+        return ticket
 
     # --- out ------------------------------------------------------------------------------
 
@@ -486,8 +490,13 @@ class HiddenStateStore:
     def close(self) -> None:
         """Refuses what comes, ends what is in flight and stops the thread. Idempotent.
 
-        Transfers not started fail; leases already filled can still be read.
+        Transfers not started fail; leases already filled can still be read, and the pool's memory
+        goes with the last of them and of the store's own references.
         """
+        global _opened
+        with _opened_lock:
+            if _opened is self:
+                _opened = None
         with self._guard():
             self._closed = True
         self._engine.close()
@@ -559,7 +568,7 @@ class HiddenStateStore:
         )
         return view, rows, tuple(layer_idxs)
 
-    def _pool_for(self, rows: _RowFormat) -> _native.SlotPool:
+    def _pool_for(self, rows: _RowFormat, undo: contextlib.ExitStack) -> _native.SlotPool:
         if self._pool is None:
             slot_bytes = self.chunk_size * rows.row_bytes
             if slot_bytes > self._arena.bytes:
@@ -570,11 +579,16 @@ class HiddenStateStore:
                 )
             self._pool = _native.SlotPool(self._arena, slot_bytes)
             self._rows = rows
+            # Where the first store fails the next one may bring other rows.
+            undo.callback(self._forget_pool)
         if self._rows != rows:
             raise ValueError(
                 f"rows are {rows}, but this store holds rows of {self._rows}: open another store"
             )
         return self._pool
+
+    def _forget_pool(self) -> None:
+        self._pool = self._rows = None
 
     def _pool_in_use(self) -> _native.SlotPool:
         assert self._pool is not None
@@ -642,12 +656,16 @@ class HiddenStateStore:
     def _release(self, entries: list[Entry], slots: list[int]) -> None:
         with self._guard():
             for entry in entries:
-                entry.pins -= 1
+                _unpin(entry)
             if slots:
                 self._pool_in_use().free(slots)
 
     def _forget_ended(self) -> None:
         self._sources = [(ticket, paged) for ticket, paged in self._sources if not ticket.ended]
+
+
+def _unpin(entry: Entry) -> None:
+    entry.pins -= 1
 
 
 def _committed(entry: Entry, layer_idxs: Sequence[int]) -> bool:
@@ -670,7 +688,7 @@ def open_store(config: HiddenCacheConfig) -> HiddenStateStore | None:
     if not config.enabled:
         return None
     with _opened_lock:
-        if _opened is not None and not _opened._closed and _opened._owner_pid == os.getpid():
+        if _opened is not None and _opened._owner_pid == os.getpid():
             if _opened.config != config:
                 raise ConfigError(
                     f"this process has a store with {_opened.config}, asked for is {config}: use "

@@ -949,6 +949,14 @@ class TestOpenStore:
         store.close()
         assert open_store(other) is not store
 
+    def test_closing_it_gives_its_memory_back(self) -> None:
+        arenas = arenas_of_this_process()
+        store = open_store(self.config)
+        assert store is not None
+        store.close()
+        del store
+        assert arenas_of_this_process() <= arenas
+
     def test_many_threads_open_one(self) -> None:
         opened: list[HiddenStateStore | None] = []
         threads = [

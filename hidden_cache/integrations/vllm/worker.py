@@ -120,7 +120,7 @@ class WorkerSide:
                 else:
                     cleanup_hidden_states(path)
             except OSError as error:
-                logger.error("no lock for the sample of request %s: %s", request_id, error)
+                logger.error("no place for the sample of request %s: %s", request_id, error)
         for refusal in news.refusals:
             self._submit(refusal, partial(self._refuse, refusal))
         self._waiting.extend(news.saves)
