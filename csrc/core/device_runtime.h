@@ -6,6 +6,7 @@
 #include <memory>
 #include <span>
 #include <stdexcept>
+#include <string>
 
 #include "core/paged_view.h"
 
@@ -41,6 +42,20 @@ class Buffer {
  protected:
   explicit Buffer(std::byte* data) : data_(data) {}
   std::byte* data_;
+};
+
+// Host memory that a device copies to and from without a detour, as far as it took it; the rest is
+// copied with one. Ends when it dies: before the memory goes, and after nothing enqueued uses it.
+class Registration {
+ public:
+  virtual ~Registration() = default;
+  std::int64_t bytes() const { return bytes_; }
+  // Why not all of it was taken, in the device's own words; empty where all was.
+  const std::string& refusal() const { return refusal_; }
+
+ protected:
+  std::int64_t bytes_ = 0;
+  std::string refusal_;
 };
 
 // Contiguous bytes from one place to another.
@@ -86,6 +101,10 @@ class DeviceRuntime {
   virtual std::unique_ptr<Stream> create_stream() = 0;
   virtual std::unique_ptr<Buffer> allocate_device(std::int64_t bytes) = 0;
   virtual std::unique_ptr<Buffer> allocate_pinned(std::int64_t bytes) = 0;
+  // Registers `bytes` of memory made of units of `unit` bytes, none of which is cut in two. Where
+  // the device refuses, what it took until then stays; never throws for a refusal.
+  virtual std::unique_ptr<Registration> register_host(std::byte* data, std::int64_t bytes,
+                                                      std::int64_t unit) = 0;
   // An event after everything that has been enqueued so far on somebody else's stream, given as
   // the device's raw handle. Called on that stream's own thread.
   virtual std::shared_ptr<Event> record_on(std::uintptr_t stream) = 0;

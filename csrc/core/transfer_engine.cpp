@@ -92,6 +92,10 @@ class TransferEngine::Machine {
   ~Machine() { close(); }
 
   std::shared_ptr<Ticket> submit(TransferRequest request, Backpressure policy);
+  std::unique_ptr<Registration> register_host(std::byte* data, std::int64_t bytes,
+                                              std::int64_t unit) {
+    return runtime_->register_host(data, bytes, unit);
+  }
   bool poll();
   void drain();
   void close();
@@ -559,6 +563,12 @@ bool TransferEngine::in_child() const { return getpid() != owner_pid_; }
 std::shared_ptr<Ticket> TransferEngine::submit(TransferRequest request, Backpressure policy) {
   if (in_child()) throw std::runtime_error(kForked);
   return machine_->submit(std::move(request), policy);
+}
+
+std::unique_ptr<Registration> TransferEngine::register_host(std::byte* data, std::int64_t bytes,
+                                                            std::int64_t unit) {
+  if (in_child()) throw std::runtime_error(kForked);
+  return machine_->register_host(data, bytes, unit);
 }
 
 bool TransferEngine::poll() { return !in_child() && machine_->poll(); }

@@ -2,8 +2,10 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <mutex>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -86,6 +88,37 @@ class PinnedBuffer final : public Buffer {
     data_ = static_cast<std::byte*>(data);
   }
   ~PinnedBuffer() override { static_cast<void>(cudaFreeHost(data_)); }
+};
+
+// Registered pieces, each of whole units and whole pages.
+class CudaRegistration final : public Registration {
+ public:
+  CudaRegistration(std::byte* data, std::int64_t bytes, std::int64_t unit) {
+    constexpr std::int64_t kPage = 4096;
+    constexpr std::int64_t kMostBytes = std::int64_t{4} << 30;
+    const std::int64_t step = std::lcm(unit, kPage);
+    const std::int64_t piece = std::max(step, kMostBytes / step * step);
+    while (bytes_ < bytes) {
+      const std::int64_t next = std::min(piece, bytes - bytes_);
+      const cudaError_t error = cudaHostRegister(data + bytes_, static_cast<std::size_t>(next),
+                                                 cudaHostRegisterPortable);
+      if (error != cudaSuccess) {
+        static_cast<void>(cudaGetLastError());
+        refusal_ = std::string(cudaGetErrorName(error)) + " (" + cudaGetErrorString(error) + ")";
+        return;
+      }
+      pieces_.push_back(data + bytes_);
+      bytes_ += next;
+    }
+  }
+  ~CudaRegistration() override {
+    for (std::byte* const piece : pieces_) static_cast<void>(cudaHostUnregister(piece));
+  }
+  CudaRegistration(const CudaRegistration&) = delete;
+  CudaRegistration& operator=(const CudaRegistration&) = delete;
+
+ private:
+  std::vector<std::byte*> pieces_;
 };
 
 }  // namespace
@@ -273,6 +306,12 @@ std::unique_ptr<Buffer> CudaRuntime::allocate_device(std::int64_t bytes) {
 std::unique_ptr<Buffer> CudaRuntime::allocate_pinned(std::int64_t bytes) {
   const OnDevice here(device_);
   return std::make_unique<PinnedBuffer>(bytes);
+}
+
+std::unique_ptr<Registration> CudaRuntime::register_host(std::byte* data, std::int64_t bytes,
+                                                         std::int64_t unit) {
+  const OnDevice here(device_);
+  return std::make_unique<CudaRegistration>(data, bytes, unit);
 }
 
 std::shared_ptr<Event> CudaRuntime::record_on(std::uintptr_t stream) {

@@ -23,6 +23,10 @@ class CudaRuntime final : public DeviceRuntime {
   std::unique_ptr<Stream> create_stream() override;
   std::unique_ptr<Buffer> allocate_device(std::int64_t bytes) override;
   std::unique_ptr<Buffer> allocate_pinned(std::int64_t bytes) override;
+  // In pieces of at most 4 GiB: one call for all would hold the driver's lock, and so every CUDA
+  // process of the host, for as long as it takes to pin everything, and fails as a whole.
+  std::unique_ptr<Registration> register_host(std::byte* data, std::int64_t bytes,
+                                              std::int64_t unit) override;
   // Throws std::invalid_argument for a stream that is being captured into a graph.
   std::shared_ptr<Event> record_on(std::uintptr_t stream) override;
 

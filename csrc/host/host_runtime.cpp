@@ -56,6 +56,11 @@ class HostBuffer final : public Buffer {
   std::vector<std::byte> memory_;
 };
 
+class HostRegistration final : public Registration {
+ public:
+  explicit HostRegistration(std::int64_t bytes) { bytes_ = bytes; }
+};
+
 class HostStream final : public Stream {
  public:
   HostStream() : thread_([this] { run(); }) {}
@@ -142,6 +147,11 @@ std::unique_ptr<Buffer> HostRuntime::allocate_device(std::int64_t bytes) {
 
 std::unique_ptr<Buffer> HostRuntime::allocate_pinned(std::int64_t bytes) {
   return std::make_unique<HostBuffer>(bytes);
+}
+
+std::unique_ptr<Registration> HostRuntime::register_host(std::byte*, std::int64_t bytes,
+                                                         std::int64_t) {
+  return std::make_unique<HostRegistration>(bytes);
 }
 
 std::shared_ptr<Event> HostRuntime::record_on(std::uintptr_t stream) {

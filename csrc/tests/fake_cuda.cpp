@@ -286,6 +286,14 @@ void fail(const std::string& call, cudaError_t error, int skip, bool lost) {
   world->failures[call] = {error, skip, lost};
 }
 
+std::vector<Registered> registered() {
+  std::vector<Registered> found;
+  for (const auto& [begin, bytes] : world->registered) {
+    found.push_back({begin, static_cast<std::int64_t>(bytes)});
+  }
+  return found;
+}
+
 Counters counters() { return world->counters; }
 
 }  // namespace hscache::fake
@@ -328,6 +336,8 @@ const char* cudaGetErrorName(cudaError_t error) {
       return "cudaErrorIllegalAddress";
     case cudaErrorMemoryAllocation:
       return "cudaErrorMemoryAllocation";
+    case cudaErrorInsufficientDriver:
+      return "cudaErrorInsufficientDriver";
     default:
       return "cudaErrorOther";
   }

@@ -9,6 +9,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <string>
@@ -31,6 +32,13 @@ void finish();
 // The call of that name fails once, the `skip`-th from now on; `lost` makes every later call fail
 // too.
 void fail(const std::string& call, cudaError_t error, int skip = 0, bool lost = false);
+
+// Host memory that is registered now, in the order of addresses.
+struct Registered {
+  const std::byte* begin = nullptr;
+  std::int64_t bytes = 0;
+};
+std::vector<Registered> registered();
 
 struct Counters {
   std::int64_t blocking_calls = 0;   // calls that wait for the device
