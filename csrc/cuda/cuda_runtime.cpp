@@ -100,8 +100,8 @@ class CudaRegistration final : public Registration {
     const std::int64_t piece = std::max(step, kMostBytes / step * step);
     while (bytes_ < bytes) {
       const std::int64_t next = std::min(piece, bytes - bytes_);
-      const cudaError_t error = cudaHostRegister(data + bytes_, static_cast<std::size_t>(next),
-                                                 cudaHostRegisterPortable);
+      const cudaError_t error =
+          cudaHostRegister(data + bytes_, static_cast<std::size_t>(next), cudaHostRegisterPortable);
       if (error != cudaSuccess) {
         static_cast<void>(cudaGetLastError());
         refusal_ = std::string(cudaGetErrorName(error)) + " (" + cudaGetErrorString(error) + ")";
