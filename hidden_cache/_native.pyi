@@ -6,10 +6,12 @@ thread-safe and releases the GIL while it copies or waits.
 """
 
 from collections.abc import Sequence
-from typing import Final
 
-cuda_built: Final[bool]
-"""Whether the CUDA sources were compiled in."""
+def why_no_cuda() -> str:
+    """Why rows in GPU memory cannot be moved: no CUDA in the build, no driver, no device.
+
+    Empty where they can.
+    """
 
 def machine_memory_bytes() -> int:
     """Bytes of memory that this process may use: the machine's, or its control group's limit."""
@@ -133,6 +135,17 @@ class Ticket:
         Does not raise when the transfer failed: look at `error`.
         """
 
+class Registration:
+    """Pool memory that a device copies to without a detour; ends when it dies."""
+
+    @property
+    def bytes(self) -> int:
+        """How much of the pool, from its beginning on."""
+
+    @property
+    def refusal(self) -> str:
+        """Why not all of it, in the device's own words; empty where all was taken."""
+
 class TransferEngine:
     """Copies rows out of paged memory in the background, in the order of acceptance.
 
@@ -145,6 +158,7 @@ class TransferEngine:
         max_pending: int = 256,
         staging_bytes: int = 67108864,
         threaded: bool = True,
+        cuda_device: int | None = None,
     ) -> None:
         """Starts the engine's threads.
 
@@ -153,9 +167,11 @@ class TransferEngine:
             max_pending: transfers accepted and not yet ended.
             staging_bytes: of rows on their way at once; one piece at least is.
             threaded: False leaves it to the caller to drive `poll`.
+            cuda_device: number of the device that the source is on; None for host memory.
 
         Raises:
-            ValueError: a number is below 1.
+            ValueError: a number is below 1, no such device.
+            RuntimeError: no CUDA in the build, or the device refused.
         """
 
     def gather(
@@ -186,6 +202,9 @@ class TransferEngine:
                 table. Nothing is accepted then.
             RuntimeError: the engine is closed, or belongs to the parent process.
         """
+
+    def register_pool(self, pool: SlotPool) -> Registration:
+        """Lets the device copy to the pool without a detour, as far as it takes it."""
 
     def poll(self) -> bool:
         """One turn of the state machine; returns whether anything changed."""

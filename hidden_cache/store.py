@@ -50,21 +50,24 @@ class StoreStats:
     tokens_deduplicated: int
     evicted_chunks: int
     pending_transfers: int
+    pinned_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class _RowFormat:
-    """What a pool's rows are: fixed by the first store, so that slots are of one size."""
+    """What a pool's rows are and where they come from: fixed by the first store, so that slots are
+    of one size and one engine moves them."""
 
     dtype: torch.dtype
     hidden: int
+    device: torch.device
 
     @property
     def row_bytes(self) -> int:
         return self.hidden * self.dtype.itemsize
 
     def __str__(self) -> str:
-        return f"{self.hidden} x {self.dtype}"
+        return f"{self.hidden} x {self.dtype} on {self.device}"
 
 
 class Lease:
@@ -222,13 +225,13 @@ class HiddenStateStore:
                 f"{self._chunker.chunk_size} tokens: leave the setting out, or make them equal"
             )
         self._arena = _native.Arena(config.pool_bytes)
-        self._engine = _native.TransferEngine(
-            max_pending=config.max_pending, staging_bytes=config.staging_bytes
-        )
         self._lock = threading.Lock()
         self._index = ChunkIndex()
+        # Made by the first store, which says what rows are and where they come from.
         self._pool: _native.SlotPool | None = None
         self._rows: _RowFormat | None = None
+        self._engine: _native.TransferEngine | None = None
+        self._registration: _native.Registration | None = None
         # Source tensors by the transfer that reads them: their memory must outlive it.
         self._sources: list[tuple[_native.Ticket, torch.Tensor]] = []
         self._tokens_gathered = 0
@@ -236,8 +239,23 @@ class HiddenStateStore:
         self._evicted_chunks = 0
         self._closed = False
         self._owner_pid = os.getpid()
-        # Before what the transfers touch goes away, at the end of the store or of the process.
-        weakref.finalize(self, self._engine.close)
+
+    def prepare(self, paged: torch.Tensor) -> None:
+        """Makes ready for rows of this cache: pool, engine, pinning. The first store would
+        otherwise, which takes longer then.
+
+        Args:
+            paged: `[num_blocks, layers, block_size, hidden]`, any strides before the last.
+
+        Raises:
+            ValueError: a cache that rows cannot be taken from, or not as those before.
+            PoolFullError: not one chunk fits the pool.
+        """
+        _, rows, _ = self._check_paged(paged, range(paged.size(1)) if paged.dim() > 1 else ())
+        with self._guard(), contextlib.ExitStack() as undo:
+            self._check_open()
+            self._pool_for(rows, undo)
+            undo.pop_all()
 
     # --- in -------------------------------------------------------------------------------
 
@@ -386,6 +404,7 @@ class HiddenStateStore:
         pool: _native.SlotPool,
         stream: int | None,
     ) -> _native.Ticket:
+        assert self._engine is not None, "made with the pool"
         ticket = self._engine.gather(view, list(block_ids), pieces, pool, stream or 0, False)
         if ticket is None:
             raise QueueFullError(
@@ -484,7 +503,8 @@ class HiddenStateStore:
                 tokens_gathered=self._tokens_gathered,
                 tokens_deduplicated=self._tokens_deduplicated,
                 evicted_chunks=self._evicted_chunks,
-                pending_transfers=self._engine.pending,
+                pending_transfers=self._engine.pending if self._engine else 0,
+                pinned_bytes=self._registration.bytes if self._registration else 0,
             )
 
     def close(self) -> None:
@@ -499,7 +519,8 @@ class HiddenStateStore:
                 _opened = None
         with self._guard():
             self._closed = True
-        self._engine.close()
+        if self._engine is not None:
+            self._engine.close()
         with self._guard():
             self._sources.clear()
 
@@ -545,10 +566,8 @@ class HiddenStateStore:
     def _check_paged(
         self, paged: torch.Tensor, layer_idxs: Sequence[int]
     ) -> tuple[_native.PagedView, _RowFormat, tuple[int, ...]]:
-        if paged.device.type != "cpu":
-            raise ValueError(
-                f"paged is on {paged.device}: this build moves rows out of host memory only"
-            )
+        if paged.device.type not in ("cpu", "cuda"):
+            raise ValueError(f"paged is on {paged.device}, must be in host or CUDA memory")
         if paged.dim() != 4 or paged.size(3) < 1 or (paged.stride(3) != 1 and paged.size(3) > 1):
             raise ValueError(
                 f"paged has shape {list(paged.shape)} and strides {list(paged.stride())}, must be "
@@ -558,7 +577,7 @@ class HiddenStateStore:
             raise ValueError(
                 f"layer_idxs {list(layer_idxs)} must name paged's {paged.size(1)} layers, each once"
             )
-        rows = _RowFormat(paged.dtype, paged.size(3))
+        rows = _RowFormat(paged.dtype, paged.size(3), paged.device)
         item = paged.element_size()
         view = _native.PagedView(
             paged.data_ptr(),
@@ -577,8 +596,20 @@ class HiddenStateStore:
                     f"{self._arena.bytes}: set hscache_pool_bytes higher",
                     can_wait=False,
                 )
+            engine = self._make_engine(rows.device)
             self._pool = _native.SlotPool(self._arena, slot_bytes)
-            self._rows = rows
+            self._rows, self._engine = rows, engine
+            if rows.device.type == "cuda":
+                self._registration = engine.register_pool(self._pool)
+                if self._registration.refusal:
+                    logger.warning(
+                        "%d of the pool's %d bytes are pinned, copies to the rest are slower: %s",
+                        self._registration.bytes,
+                        self._arena.bytes,
+                        self._registration.refusal,
+                    )
+            # Before what the transfers touch goes away, at the end of the store or of the process.
+            weakref.finalize(self, engine.close)
             # Where the first store fails the next one may bring other rows.
             undo.callback(self._forget_pool)
         if self._rows != rows:
@@ -587,8 +618,20 @@ class HiddenStateStore:
             )
         return self._pool
 
+    def _make_engine(self, device: torch.device) -> _native.TransferEngine:
+        why = _native.why_no_cuda() if device.type == "cuda" else ""
+        if why:
+            raise ValueError(f"paged is on {device}, where no rows can be taken from: {why}")
+        return _native.TransferEngine(
+            max_pending=self.config.max_pending,
+            staging_bytes=self.config.staging_bytes,
+            cuda_device=device.index if device.type == "cuda" else None,
+        )
+
     def _forget_pool(self) -> None:
-        self._pool = self._rows = None
+        if self._engine is not None:
+            self._engine.close()
+        self._pool = self._rows = self._engine = self._registration = None
 
     def _pool_in_use(self) -> _native.SlotPool:
         assert self._pool is not None

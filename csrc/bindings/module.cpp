@@ -21,6 +21,10 @@
 #include "core/transfer_engine.h"
 #include "host/host_runtime.h"
 
+#if defined(HSCACHE_WITH_CUDA)
+#include "cuda/cuda_runtime.h"
+#endif
+
 namespace py = pybind11;
 using namespace hscache;
 
@@ -49,6 +53,24 @@ void read_rows(const SlotPool& pool, const std::vector<std::int64_t>& slots, std
   copy_to_rows(
       view, rows,
       plan_copy(view, BlockTable{std::span<const std::int64_t>(slots)}, start, length, rows));
+}
+
+// Why rows in GPU memory cannot be moved; empty where they can.
+std::string why_no_cuda() {
+#if defined(HSCACHE_WITH_CUDA)
+  return cuda::why_no_device();
+#else
+  return "this build has no CUDA: build again where nvcc is found";
+#endif
+}
+
+std::unique_ptr<DeviceRuntime> make_runtime(std::optional<int> cuda_device) {
+  if (!cuda_device) return std::make_unique<HostRuntime>();
+#if defined(HSCACHE_WITH_CUDA)
+  return std::make_unique<cuda::CudaRuntime>(*cuda_device);
+#else
+  throw std::runtime_error(why_no_cuda());
+#endif
 }
 
 using Piece = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t>;
@@ -108,12 +130,7 @@ PYBIND11_MODULE(_native, module) {
   });
 
   module.def("machine_memory_bytes", &machine_memory_bytes);
-  module.attr("cuda_built") =
-#if defined(HSCACHE_WITH_CUDA)
-      true;
-#else
-      false;
-#endif
+  module.def("why_no_cuda", &why_no_cuda);
 
   py::class_<PagedView>(module, "PagedView")
       .def(py::init(&make_view), py::arg("address"), py::arg("shape"), py::arg("row_bytes"),
@@ -151,6 +168,10 @@ PYBIND11_MODULE(_native, module) {
             return ticket.wait(std::chrono::duration<double>(*timeout_s));
           },
           py::arg("timeout_s") = py::none(), NoGil());
+
+  py::class_<Registration>(module, "Registration")
+      .def_property_readonly("bytes", &Registration::bytes)
+      .def_property_readonly("refusal", &Registration::refusal);
 
   py::class_<TransferEngine>(module, "TransferEngine")
       .def(py::init(

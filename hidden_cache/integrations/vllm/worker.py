@@ -79,14 +79,14 @@ class WorkerSide:
                 f"the engine's hidden-states cache has shape {list(paged.shape)}, expected "
                 f"[num_blocks, {len(self._shape.layer_ids)}, block_size, hidden]"
             )
-        if paged.device.type != "cpu":
-            raise ConfigError(
-                f"the engine's cache is on {paged.device}, but this version moves rows out of host "
-                "memory only: use vLLM's CPU build, or a later hidden_cache"
-            )
         self._options.check_storage()
         store = open_store(self._config)
         assert store is not None, "the connector is not made when it is disabled"
+        try:
+            store.prepare(paged)
+        except (HiddenCacheError, ValueError) as error:
+            store.close()
+            raise ConfigError(f"the engine's hidden states cannot be taken: {error}") from error
         writers = ThreadPoolExecutor(self._options.num_writer_threads, "hscache-writer")
         self._owned = _Owned(store, paged, writers)
 
@@ -131,7 +131,11 @@ class WorkerSide:
             order = self._waiting[0]
             try:
                 lease = owned.store.lease_paged(
-                    order.chunks, owned.paged, order.block_ids, layer_idxs=self._shape.layer_ids
+                    order.chunks,
+                    owned.paged,
+                    order.block_ids,
+                    layer_idxs=self._shape.layer_ids,
+                    stream=_current_stream(owned.paged),
                 )
             except QueueFullError:
                 return
@@ -233,6 +237,13 @@ class WorkerSide:
         for lock in self._locks.values():
             lock.release()
         self._locks.clear()
+
+
+def _current_stream(paged: torch.Tensor) -> int | None:
+    """The stream on which the engine has written the rows, where there are streams."""
+    if paged.device.type != "cuda":
+        return None
+    return int(torch.cuda.current_stream(paged.device).cuda_stream)
 
 
 def _shut_down(order: SaveOrder) -> Refusal:
