@@ -2,8 +2,9 @@
 
 Each repetition starts an interpreter, which times its own import statement: the interpreter's
 start is not counted. What counts is the import after torch, since whoever uses this package has
-imported torch; it should stay under half a second, also with the native operators, which
-hidden_cache.ops loads. Compiled bytecode and file caches are warm.
+imported torch; it should stay under half a second. `import hidden_cache` loads its parts when they
+are first asked for, so a third case asks for every public name and for the operators, native code
+included. Compiled bytecode and file caches are warm.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ def run(bench: Bench) -> None:
             Contender("import torch", _import("import torch")),
             Contender(
                 "import hidden_cache, after torch",
-                _import("import hidden_cache", before="import torch"),
+                _import("import hidden_cache", "import torch"),
                 target_seconds=TARGET_SECONDS,
             ),
             Contender(
-                "import hidden_cache.ops, after torch",
-                _import("import hidden_cache.ops", before="import torch"),
+                "all of it, after torch",
+                _import("from hidden_cache import *; import hidden_cache.ops", "import torch"),
                 target_seconds=TARGET_SECONDS,
             ),
         ]

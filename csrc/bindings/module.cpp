@@ -174,16 +174,24 @@ PYBIND11_MODULE(_native, module) {
       .def_property_readonly("refusal", &Registration::refusal);
 
   py::class_<TransferEngine>(module, "TransferEngine")
-      .def(py::init(
-               [](int lanes, std::int64_t max_pending, std::int64_t staging_bytes, bool threaded) {
-                 return std::make_unique<TransferEngine>(
-                     std::make_unique<HostRuntime>(),
-                     TransferOptions{lanes, max_pending, staging_bytes}, threaded);
-               }),
+      .def(py::init([](int lanes, std::int64_t max_pending, std::int64_t staging_bytes,
+                       bool threaded, std::optional<int> cuda_device) {
+             return std::make_unique<TransferEngine>(
+                 make_runtime(cuda_device), TransferOptions{lanes, max_pending, staging_bytes},
+                 threaded);
+           }),
            py::arg("lanes") = TransferOptions{}.lanes,
            py::arg("max_pending") = TransferOptions{}.max_pending,
            py::arg("staging_bytes") = TransferOptions{}.staging_bytes, py::arg("threaded") = true,
-           NoGil())
+           py::arg("cuda_device") = py::none(), NoGil())
+      .def(
+          "register_pool",
+          [](TransferEngine& engine, const SlotPool& pool) {
+            const PagedView slots = pool.view(pool.slot_bytes());
+            return engine.register_host(slots.data, slots.num_blocks * slots.block_stride,
+                                        pool.slot_bytes());
+          },
+          py::arg("pool"), py::keep_alive<0, 1>(), py::keep_alive<0, 2>(), NoGil())
       .def("gather", &gather, py::arg("source"), py::arg("block_ids"), py::arg("pieces"),
            py::arg("pool"), py::arg("producer_stream") = 0, py::arg("wait") = true, NoGil())
       .def("poll", &TransferEngine::poll, NoGil())

@@ -53,15 +53,15 @@ def store() -> Iterator[HiddenStateStore]:
 @pytest.fixture
 def still(monkeypatch: pytest.MonkeyPatch) -> Iterator[HiddenStateStore]:
     """A store whose transfers stay pending until `arrive(store)`."""
-    with monkeypatch.context() as patch:
-        patch.setattr(_native, "TransferEngine", partial(_native.TransferEngine, threaded=False))
-        store = make_store(max_pending=2)
+    monkeypatch.setattr(_native, "TransferEngine", partial(_native.TransferEngine, threaded=False))
+    store = make_store(max_pending=2)
     yield store
     store.close()
 
 
 def arrive(store: HiddenStateStore) -> None:
     """Has all transfers of a still store run to their end."""
+    assert store._engine is not None
     store._engine.drain()
 
 
@@ -617,6 +617,7 @@ def test_a_tail_on_its_way_is_freed_when_it_has_arrived(still: HiddenStateStore)
 
 def fail(store: HiddenStateStore) -> None:
     """Has all pending transfers of a still store fail."""
+    assert store._engine is not None
     store._engine.close()
 
 
@@ -870,11 +871,11 @@ from tests.unit.test_store import LAYERS, lease, make_store, rows_for, with_tail
 threaded = _native.TransferEngine
 _native.TransferEngine = partial(threaded, threaded=False)
 still = make_store()
-_native.TransferEngine = threaded
 config = HiddenCacheConfig(pool_bytes=1 << 20)
 shared = open_store(config)
 paged, block_ids = make_paged(rows_for(4), 3)
 ticket = still.store_paged([1, 2, 3, 4], paged, block_ids, layer_idxs=LAYERS)
+_native.TransferEngine = threaded
 held = lease(still, with_tail(list(range(6))), rows_for(6))
 child = os.fork()
 if child == 0:
@@ -976,10 +977,14 @@ class TestOpenStore:
         assert threads_of_this_process() <= threads
         assert arenas_of_this_process() <= arenas
 
-    def test_enabled_maps_one_arena_and_starts_threads(self) -> None:
+    def test_enabled_maps_one_arena_and_starts_threads_for_the_first_rows(self) -> None:
         gc.collect()  # what other tests left
         threads, arenas = threads_of_this_process(), arenas_of_this_process()
-        assert open_store(self.config) is not None
+        store = open_store(self.config)
+        assert store is not None
+        assert arenas_of_this_process() == arenas + 1
+        assert threads_of_this_process() <= threads
+        store.prepare(make_paged(rows_for(1), 3)[0])
         assert threads_of_this_process() > threads
         assert arenas_of_this_process() == arenas + 1
 

@@ -115,6 +115,7 @@ class Driver:
     def arrive(self) -> None:
         """Has all transfers that were begun run to their end."""
         assert self.side._owned is not None
+        assert self.side._owned.store._engine is not None
         self.side._owned.store._engine.drain()
 
     def load(self, request_id: str) -> dict[str, torch.Tensor]:
@@ -365,10 +366,12 @@ def test_a_request_that_grew_beyond_the_pool_is_refused(drive: Callable[..., Dri
     assert driver.refusal("long")[0] == "pool_full"
 
 
-def test_a_pool_smaller_than_one_chunk_refuses_all(drive: Callable[..., Driver]) -> None:
-    driver = drive(pool_bytes=SLOT_BYTES - 1).own()
-    driver.save(driver.order("r"))
-    assert driver.refusal("r")[0] == "pool_full"
+def test_a_pool_smaller_than_one_chunk_is_refused_at_the_start(
+    drive: Callable[..., Driver],
+) -> None:
+    driver = drive(pool_bytes=SLOT_BYTES - 1)
+    with pytest.raises(ConfigError, match="set hscache_pool_bytes higher"):
+        driver.own()
 
 
 def test_a_request_waits_for_room_in_the_pool(drive: Callable[..., Driver], gate: Gate) -> None:
@@ -426,6 +429,7 @@ def test_a_failed_transfer_is_told_and_its_blocks_given_back(
     driver = drive().own()
     driver.save(driver.order("r"))
     assert driver.side._owned is not None
+    assert driver.side._owned.store._engine is not None
     driver.side._owned.store._engine.close()
     assert driver.refusal("r")[0] == "transfer_failed"
     assert driver.side.reported() == {"r"}
@@ -592,7 +596,7 @@ def test_a_rank_that_does_not_write_has_nothing_to_shut_down(drive: Callable[...
     [
         (PAGED[0], r"has shape \[2, 3, 4\], expected \[num_blocks, 2, block_size, hidden\]"),
         (PAGED[:, :1], r"has shape \[27, 1, 3, 4\], expected \[num_blocks, 2, "),
-        (PAGED.to("meta"), "the engine's cache is on meta, but this version"),
+        (PAGED.to("meta"), "paged is on meta, must be in host or CUDA memory"),
     ],
 )
 def test_a_cache_of_another_shape_or_device_is_refused(
