@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -231,6 +231,7 @@ class HiddenStateStore:
         self._pool: _native.SlotPool | None = None
         self._rows: _RowFormat | None = None
         self._engine: _native.TransferEngine | None = None
+        self._end_engine: Callable[[], object] | None = None
         self._registration: _native.Registration | None = None
         # Source tensors by the transfer that reads them: their memory must outlive it.
         self._sources: list[tuple[_native.Ticket, torch.Tensor]] = []
@@ -596,9 +597,13 @@ class HiddenStateStore:
                     f"{self._arena.bytes}: set hscache_pool_bytes higher",
                     can_wait=False,
                 )
-            engine = self._make_engine(rows.device)
+            # Where the first store fails the next one may bring other rows.
+            undo.callback(self._forget_pool)
+            engine = self._engine = self._make_engine(rows.device)
+            # Before what the transfers touch goes away, at the end of the store or of the process.
+            self._end_engine = weakref.finalize(self, engine.close)
             self._pool = _native.SlotPool(self._arena, slot_bytes)
-            self._rows, self._engine = rows, engine
+            self._rows = rows
             if rows.device.type == "cuda":
                 self._registration = engine.register_pool(self._pool)
                 if self._registration.refusal:
@@ -608,10 +613,6 @@ class HiddenStateStore:
                         self._arena.bytes,
                         self._registration.refusal,
                     )
-            # Before what the transfers touch goes away, at the end of the store or of the process.
-            weakref.finalize(self, engine.close)
-            # Where the first store fails the next one may bring other rows.
-            undo.callback(self._forget_pool)
         if self._rows != rows:
             raise ValueError(
                 f"rows are {rows}, but this store holds rows of {self._rows}: open another store"
@@ -629,9 +630,9 @@ class HiddenStateStore:
         )
 
     def _forget_pool(self) -> None:
-        if self._engine is not None:
-            self._engine.close()
-        self._pool = self._rows = self._engine = self._registration = None
+        if self._end_engine is not None:
+            self._end_engine()
+        self._pool = self._rows = self._engine = self._registration = self._end_engine = None
 
     def _pool_in_use(self) -> _native.SlotPool:
         assert self._pool is not None

@@ -483,10 +483,14 @@ def test_rows_of_another_format_are_refused(rows: torch.Tensor, store: HiddenSta
     assert store.stats() == before
 
 
-def test_a_first_store_that_failed_does_not_fix_the_format(store: HiddenStateStore) -> None:
+def test_a_first_store_that_failed_leaves_neither_format_nor_threads(
+    store: HiddenStateStore,
+) -> None:
+    threads = threads_of_this_process()
     paged, _ = make_paged(make_rows(4, 3, HIDDEN, torch.float64), 3)
     with pytest.raises(IndexError):
         store.store_paged([1, 2, 3, 4], paged, [99, 99], layer_idxs=LAYERS)
+    assert threads_of_this_process() <= threads
     rows = put(store, [1, 2, 3, 4])
     check_equal(store.retrieve_layers([1, 2, 3, 4], LAYERS), rows)
 
