@@ -20,10 +20,10 @@ from hidden_cache.errors import (
     HiddenCacheError,
     PoolFullError,
     QueueFullError,
-    TransferError,
 )
 from hidden_cache.index import ChunkIndex, Entry, LayerRows
 from hidden_cache.keys import DEFAULT_CHUNK_SIZE, Chunk, TokenChunker
+from hidden_cache.lease import Lease, RowFormat
 
 logger = logging.getLogger(__name__)
 
@@ -51,144 +51,6 @@ class StoreStats:
     evicted_chunks: int
     pending_transfers: int
     pinned_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class _RowFormat:
-    """What a pool's rows are and where they come from: fixed by the first store, so that slots are
-    of one size and one engine moves them."""
-
-    dtype: torch.dtype
-    hidden: int
-    device: torch.device
-
-    @property
-    def row_bytes(self) -> int:
-        return self.hidden * self.dtype.itemsize
-
-    def __str__(self) -> str:
-        return f"{self.hidden} x {self.dtype} on {self.device}"
-
-
-class Lease:
-    """A request's rows in the pool, held until released: `[num_tokens, layers, hidden]`.
-
-    Some may have been there before, some may still be on their way. Thread-safe, except that
-    `release` must not run beside a `read`.
-
-    Attributes:
-        num_tokens: rows `0..num_tokens` of the request.
-        layer_idxs: the layers, in the order in which `read` gives them.
-        tokens_from_pool: tokens that were not gathered, because their chunk was there already.
-        dtype, hidden: what a row is.
-        ticket: the transfer of what was not there; None when all was.
-    """
-
-    def __init__(
-        self,
-        store: HiddenStateStore,
-        num_tokens: int,
-        layer_idxs: tuple[int, ...],
-        entries: list[Entry],
-        private: list[list[int]],
-        ticket: _native.Ticket | None,
-        tokens_from_pool: int,
-        rows: _RowFormat,
-    ) -> None:
-        self._store = store
-        self._entries = entries
-        self._private = private  # slots by layer of each chunk without a key, behind the entries
-        self.ticket = ticket
-        self._released = False
-        self.num_tokens = num_tokens
-        self.layer_idxs = layer_idxs
-        self.tokens_from_pool = tokens_from_pool
-        self.dtype = rows.dtype
-        self.hidden = rows.hidden
-
-    @property
-    def source_free(self) -> bool:
-        """Whether the paged memory is not read any more: its blocks may be reused."""
-        return self.ticket is None or self.ticket.ended
-
-    def wait(self) -> None:
-        """Waits until all rows are in the pool. It ends: every transfer is done or fails.
-
-        Raises:
-            TransferError: a transfer that brings some of them failed.
-            HiddenCacheError: released, or called in a forked child, where none would end.
-        """
-        with self._store._guard():
-            tickets = self._tickets()
-        for ticket in tickets:
-            ticket.wait()
-            if ticket.error is not None:
-                raise TransferError(ticket.error)
-
-    def _tickets(self) -> list[_native.Ticket]:
-        if self._released:
-            raise HiddenCacheError("the lease was released: read before release()")
-        tickets = [] if self.ticket is None else [self.ticket]
-        for entry in self._entries:
-            for layer in self.layer_idxs:
-                ticket = entry.layers[layer].ticket
-                if ticket is not None and ticket not in tickets:
-                    tickets.append(ticket)
-        return tickets
-
-    def read(self, start: int, out: torch.Tensor) -> None:
-        """Copies rows `[start, start + len(out))`, all layers, into a CPU tensor.
-
-        Args:
-            start: first token.
-            out: `[n, layers, hidden]`, contiguous, of the lease's dtype.
-
-        Raises:
-            ValueError: another shape, dtype or layout, rows that the lease does not have.
-            TransferError: not all rows are in the pool; `wait` first.
-            HiddenCacheError: released.
-        """
-        expected = (len(self.layer_idxs), self.hidden)
-        if out.dim() != 3 or tuple(out.shape[1:]) != expected or out.dtype != self.dtype:
-            raise ValueError(
-                f"out is {list(out.shape)} of {out.dtype}, must be [n, {expected[0]}, "
-                f"{expected[1]}] of {self.dtype}"
-            )
-        if not out.is_contiguous() or out.device.type != "cpu":
-            raise ValueError("out must be contiguous and on the CPU")
-        if start < 0 or start + len(out) > self.num_tokens:
-            raise ValueError(
-                f"rows {start} to {start + len(out)} are asked for, the lease has {self.num_tokens}"
-            )
-        with self._store._guard():
-            tickets = self._tickets()
-        if not all(ticket.done for ticket in tickets):
-            raise TransferError("the rows are not in the pool: wait() for them before reading")
-        row_bytes = self.hidden * self.dtype.itemsize
-        for place, layer in enumerate(self.layer_idxs):
-            slots = [entry.layers[layer].slot for entry in self._entries]
-            slots += [chunk[place] for chunk in self._private]
-            self._store._pool_in_use().read_rows(
-                slots,
-                row_bytes,
-                start,
-                len(out),
-                out.data_ptr() + place * row_bytes,
-                len(self.layer_idxs) * row_bytes,
-            )
-
-    def release(self) -> None:
-        """Gives up the hold; chunks with keys stay in the pool, the rest goes. Idempotent.
-
-        Waits for transfers into chunks that go.
-        """
-        with self._store._guard():
-            if self._released:
-                return
-            self._released = True
-        if self._private and self.ticket is not None:
-            self.ticket.wait()
-        self._store._release(self._entries, [slot for chunk in self._private for slot in chunk])
 
 
 class HiddenStateStore:
@@ -229,7 +91,7 @@ class HiddenStateStore:
         self._index = ChunkIndex()
         # Made by the first store, which says what rows are and where they come from.
         self._pool: _native.SlotPool | None = None
-        self._rows: _RowFormat | None = None
+        self._rows: RowFormat | None = None
         self._engine: _native.TransferEngine | None = None
         self._end_engine: Callable[[], object] | None = None
         self._registration: _native.Registration | None = None
@@ -566,7 +428,7 @@ class HiddenStateStore:
 
     def _check_paged(
         self, paged: torch.Tensor, layer_idxs: Sequence[int]
-    ) -> tuple[_native.PagedView, _RowFormat, tuple[int, ...]]:
+    ) -> tuple[_native.PagedView, RowFormat, tuple[int, ...]]:
         if paged.device.type not in ("cpu", "cuda"):
             raise ValueError(f"paged is on {paged.device}, must be in host or CUDA memory")
         if paged.dim() != 4 or paged.size(3) < 1 or (paged.stride(3) != 1 and paged.size(3) > 1):
@@ -578,7 +440,7 @@ class HiddenStateStore:
             raise ValueError(
                 f"layer_idxs {list(layer_idxs)} must name paged's {paged.size(1)} layers, each once"
             )
-        rows = _RowFormat(paged.dtype, paged.size(3), paged.device)
+        rows = RowFormat(paged.dtype, paged.size(3), paged.device)
         item = paged.element_size()
         view = _native.PagedView(
             paged.data_ptr(),
@@ -588,7 +450,7 @@ class HiddenStateStore:
         )
         return view, rows, tuple(layer_idxs)
 
-    def _pool_for(self, rows: _RowFormat, undo: contextlib.ExitStack) -> _native.SlotPool:
+    def _pool_for(self, rows: RowFormat, undo: contextlib.ExitStack) -> _native.SlotPool:
         if self._pool is None:
             slot_bytes = self.chunk_size * rows.row_bytes
             if slot_bytes > self._arena.bytes:

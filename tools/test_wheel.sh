@@ -12,4 +12,4 @@ pip install "torch==$torch" numpy
 pip install "$(ls dist/*.whl)[test]"
 cp -r tests benchmarks demo pyproject.toml "$bare/"
 cd "$bare"
-venv/bin/python -m pytest -q -m "not soak and not engine" -p no:cacheprovider
+venv/bin/python -m pytest -q -m "not engine" -p no:cacheprovider

@@ -19,7 +19,8 @@ from hypothesis.stateful import (
 from hidden_cache.config import HiddenCacheConfig
 from hidden_cache.errors import PoolFullError
 from hidden_cache.keys import Chunk, TokenChunker
-from hidden_cache.store import HiddenStateStore, Lease
+from hidden_cache.lease import Lease
+from hidden_cache.store import HiddenStateStore
 from tests.unit import LAYOUTS, Layout, make_paged, make_rows
 
 CHUNK = 2

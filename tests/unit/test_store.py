@@ -27,7 +27,8 @@ from hidden_cache.errors import (
     TransferError,
 )
 from hidden_cache.keys import Chunk, TokenChunker
-from hidden_cache.store import HiddenStateStore, Lease, open_store
+from hidden_cache.lease import Lease
+from hidden_cache.store import HiddenStateStore, open_store
 from tests.unit import LAYOUTS, Layout, make_paged, make_rows
 
 PATIENCE_S = 60.0  # how long a test waits for what must come

@@ -23,7 +23,8 @@ from hidden_cache.errors import (
 from hidden_cache.files import SampleLock, cleanup_hidden_states, write_error, write_sample
 from hidden_cache.integrations.vllm.messages import Refusal, SaveOrder, StepMetadata
 from hidden_cache.integrations.vllm.options import ConnectorOptions, EngineShape
-from hidden_cache.store import HiddenStateStore, Lease, open_store
+from hidden_cache.lease import Lease
+from hidden_cache.store import HiddenStateStore, open_store
 
 logger = logging.getLogger(__name__)
 
