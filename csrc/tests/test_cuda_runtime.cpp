@@ -17,7 +17,7 @@ namespace hscache::test {
 namespace {
 
 constexpr std::int64_t kGiB = std::int64_t{1} << 30;
-constexpr std::int64_t kRowBytes = 64;
+constexpr std::int64_t kRowBytes = 16;
 constexpr std::int64_t kBlockSize = 16;
 
 // Addresses for registration only: nothing touches them.

@@ -27,8 +27,9 @@ TEST(gather_kernel, random_layouts_equal_a_copy_row_by_row) {
     Layout layout = draw_layout(random, unit, random.chance(20) ? 70 : 5);
     Buffer paged(layout.paged_bytes, layout.misaligned);
     paged.fill();
-    Buffer ours(layout.rows_bytes, layout.misaligned);
-    Buffer expected(layout.rows_bytes, layout.misaligned);
+    const std::int64_t rows_misaligned = random.chance(50) ? unit % 16 : 0;
+    Buffer ours(layout.rows_bytes, rows_misaligned);
+    Buffer expected(layout.rows_bytes, rows_misaligned);
     layout.paged.data = paged.data();
     layout.rows.data = ours.data();
     cuda::host::set_order(static_cast<std::uint64_t>(round));
@@ -87,6 +88,39 @@ TEST(gather_kernel, uses_the_widest_word_that_divides_every_address) {
   }
   CHECK_EQ(std::set<const void*>(kernels.begin(), kernels.end()).size(), 5U);
   CHECK_EQ(kernels[4], kernels[5]);
+}
+
+TEST(gather_kernel, any_address_limits_the_word) {
+  Buffer paged(4096);
+  Buffer rows(4096);
+  const PagedView view{paged.data(), 4, 2, 2, 16, 128, 64, 32};
+  const RowsView to{rows.data(), 64, 32};
+  const std::int64_t block = 3;
+  const auto kernel_for = [&](const PagedView& from, const RowsView& into) {
+    CHECK_EQ(gather_rows(from, &block, 0, 2, into, kStream), cudaSuccess);
+    return latest_launch().kernel;
+  };
+  PagedView narrow = view;
+  narrow.row_bytes = 4;
+  const void* const words_of_4 = kernel_for(narrow, to);
+  CHECK(kernel_for(view, to) != words_of_4);
+  for (std::int64_t PagedView::* stride :
+       {&PagedView::block_stride, &PagedView::layer_stride, &PagedView::token_stride}) {
+    PagedView odd = view;
+    odd.*stride += 4;
+    CHECK_EQ(kernel_for(odd, to), words_of_4);
+  }
+  for (std::int64_t RowsView::* stride : {&RowsView::token_stride, &RowsView::layer_stride}) {
+    RowsView odd = to;
+    odd.*stride += 4;
+    CHECK_EQ(kernel_for(view, odd), words_of_4);
+  }
+  PagedView odd_paged = view;
+  odd_paged.data += 4;
+  CHECK_EQ(kernel_for(odd_paged, to), words_of_4);
+  RowsView odd_rows = to;
+  odd_rows.data += 4;
+  CHECK_EQ(kernel_for(view, odd_rows), words_of_4);
 }
 
 TEST(gather_kernel, nothing_to_gather_launches_nothing) {

@@ -186,11 +186,27 @@ TEST(transfer_engine, pieces_are_enqueued_in_the_order_of_acceptance) {
             {first.destination(0), first.destination(1), second.destination(0)}));
 }
 
+TEST(transfer_engine, requests_of_later_turns_stand_behind_those_of_earlier_ones) {
+  Setup s({2, 256, 4 * kRowBytes});
+  const Request first(s.cache, {5, 3}, 0, {4, 4});
+  const Request second(s.cache, {1}, 0, {1});
+  s.submit(first);
+  s.engine.poll();  // its second piece has no room yet
+  s.submit(second);
+  s.settle();
+  CHECK(s.script->enqueued() ==
+        std::vector<const std::byte*>(
+            {first.destination(0), first.destination(1), second.destination(0)}));
+}
+
 TEST(transfer_engine, poll_says_whether_anything_changed) {
   Setup s;
   CHECK(!s.engine.poll());
-  const Request request(s.cache, {5}, 0, {4});
+  const Request request(s.cache, {5, 3}, 0, {4, 4});
   s.submit(request);
+  CHECK(s.engine.poll());
+  CHECK(!s.engine.poll());
+  s.script->run(0);  // one piece of two
   CHECK(s.engine.poll());
   CHECK(!s.engine.poll());
   s.script->run_all();

@@ -85,6 +85,21 @@ TEST(transfer_threads, refused_submitters_come_through_in_the_end) {
   });
 }
 
+TEST(transfer_threads, callers_may_poll_beside_the_engines_thread) {
+  Cache cache;
+  TransferEngine engine(host(), {2, 64, 8 * kRowBytes});
+  on_threads([&](int id) {
+    Random random(static_cast<std::uint64_t>(id) + 400);
+    for (int round = 0; round < 100; ++round) {
+      const Request request = draw_request(cache, random);
+      const auto ticket = engine.submit(request.gather(), Backpressure::kWait);
+      while (ticket->state() == State::kPending) engine.poll();
+      if (!CHECK(ticket->state() == State::kDone) || !CHECK(request.holds_its_rows())) return;
+    }
+  });
+  CHECK_EQ(engine.pending(), 0);
+}
+
 TEST(transfer_threads, an_ended_ticket_has_made_room) {
   Cache cache;
   TransferEngine engine(host(), {2, 1, kRowBytes});
