@@ -423,6 +423,19 @@ def test_a_block_that_is_not_there_is_told(drive: Callable[..., Driver]) -> None
 
 
 @pytest.mark.usefixtures("_still")
+def test_an_engine_that_takes_no_more_transfers_is_told(drive: Callable[..., Driver]) -> None:
+    driver = drive().own()
+    assert driver.side._owned is not None
+    assert driver.side._owned.store._engine is not None
+    driver.side._owned.store._engine.close()
+    driver.save(driver.order("r"))
+    reason, detail = driver.refusal("r")
+    assert reason == "transfer_failed"
+    assert "closed" in detail
+    assert driver.side.reported() == {"r"}
+
+
+@pytest.mark.usefixtures("_still")
 def test_a_failed_transfer_is_told_and_its_blocks_given_back(
     drive: Callable[..., Driver],
 ) -> None:

@@ -140,7 +140,7 @@ class WorkerSide:
                 )
             except QueueFullError:
                 return
-            except (HiddenCacheError, ValueError, IndexError) as error:
+            except Exception as error:  # refused, whatever it is: the engine goes on
                 if isinstance(error, PoolFullError) and error.can_wait:
                     return
                 full = isinstance(error, PoolFullError)
