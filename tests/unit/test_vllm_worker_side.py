@@ -390,6 +390,23 @@ def test_a_request_waits_for_room_in_the_pool(drive: Callable[..., Driver], gate
     assert driver.side.reported() == {"second", "third"}
 
 
+def test_unwritten_samples_do_not_pile_up(drive: Callable[..., Driver], gate: Gate) -> None:
+    driver = drive(max_pending=2, threads=1).own()
+    names = {"a", "b", "c", "d", "e"}
+    driver.save(*(driver.order(name, keyed=True) for name in sorted(names)))
+    driver.arrive()
+    driver.step()
+    assert driver.side.reported() == {"a", "b"}  # the others hold their blocks
+    gate.open()
+    seen = {"a", "b"}
+    while seen != names:
+        driver.step()
+        driver.arrive()
+        seen |= driver.side.reported()
+    for name in names:
+        assert torch.equal(driver.load(name)["hidden_states"], rows_at(0))
+
+
 @pytest.mark.usefixtures("_still")
 def test_a_request_waits_for_room_in_the_queue(drive: Callable[..., Driver]) -> None:
     driver = drive(max_pending=1).own()

@@ -128,7 +128,7 @@ class WorkerSide:
 
     def _start_waiting(self) -> None:
         owned = self._owned
-        while owned is not None and self._waiting:
+        while owned is not None and self._waiting and not self._writers_are_behind():
             order = self._waiting[0]
             try:
                 lease = owned.store.lease_paged(
@@ -152,6 +152,12 @@ class WorkerSide:
                 self._reading[order.request_id] = lease
                 self._submit(order, partial(self._write, order, lease))
             self._waiting.popleft()
+
+    def _writers_are_behind(self) -> bool:
+        """Whether as many samples are unwritten as transfers may be pending. More would pile up:
+        requests whose rows are all in the pool pass every other limit."""
+        with self._writes_lock:
+            return len(self._writes) >= self._config.max_pending
 
     # --- on the writers' threads ----------------------------------------------------------
 
@@ -211,8 +217,14 @@ class WorkerSide:
             self._refuse(refusal)
 
     def _refuse(self, refusal: Refusal) -> None:
-        logger.error(
-            "no sample for request %s: %s: %s", refusal.request_id, refusal.reason, refusal.detail
+        # A client that went away is no fault of the engine.
+        level = logging.INFO if refusal.reason == "aborted" else logging.ERROR
+        logger.log(
+            level,
+            "no sample for request %s: %s: %s",
+            refusal.request_id,
+            refusal.reason,
+            refusal.detail,
         )
         try:
             write_error(refusal.path, refusal.request_id, refusal.reason, refusal.detail)
