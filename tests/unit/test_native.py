@@ -241,7 +241,7 @@ def test_waiting_for_room_releases_the_gil() -> None:
     assert ticket.done
 
 
-def test_draining_releases_the_gil(setup: Setup) -> None:
+def test_drain_waits_for_all_that_was_accepted(setup: Setup) -> None:
     engine = _native.TransferEngine()
     tickets = [
         engine.gather(setup.view, [5, 2], [(1, 0, 8, slot)], setup.pool) for slot in range(16)
