@@ -40,8 +40,8 @@ from hidden_cache.files import (
     write_error,
     write_sample,
 )
+from tests.threads import PATIENCE_S
 
-PATIENCE_S = 60.0  # how long a test waits for what must come
 repeatable = settings(derandomize=True, deadline=None, database=None)
 
 

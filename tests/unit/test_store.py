@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import random
 import subprocess
 import sys
@@ -29,9 +28,9 @@ from hidden_cache.errors import (
 from hidden_cache.keys import Chunk, TokenChunker
 from hidden_cache.lease import Lease
 from hidden_cache.store import HiddenStateStore, open_store
+from tests.threads import PATIENCE_S, none_but, threads_now
 from tests.unit import LAYOUTS, Layout, make_paged, make_rows
 
-PATIENCE_S = 60.0  # how long a test waits for what must come
 CHUNK = 4
 LAYERS = (5, 2, 9)
 HIDDEN = 6
@@ -116,10 +115,6 @@ def check_equal(found: dict[int, torch.Tensor] | None, rows: torch.Tensor) -> No
     assert set(found) == set(LAYERS)
     for place, layer in enumerate(LAYERS):
         assert torch.equal(found[layer], rows[:, place])
-
-
-def threads_of_this_process() -> set[str]:
-    return set(os.listdir("/proc/self/task"))
 
 
 def arenas_of_this_process() -> int:
@@ -487,11 +482,11 @@ def test_rows_of_another_format_are_refused(rows: torch.Tensor, store: HiddenSta
 def test_a_first_store_that_failed_leaves_neither_format_nor_threads(
     store: HiddenStateStore,
 ) -> None:
-    threads = threads_of_this_process()
+    threads = threads_now()
     paged, _ = make_paged(make_rows(4, 3, HIDDEN, torch.float64), 3)
     with pytest.raises(IndexError):
         store.store_paged([1, 2, 3, 4], paged, [99, 99], layer_idxs=LAYERS)
-    assert threads_of_this_process() <= threads
+    assert none_but(threads)
     rows = put(store, [1, 2, 3, 4])
     check_equal(store.retrieve_layers([1, 2, 3, 4], LAYERS), rows)
 
@@ -842,7 +837,7 @@ def test_a_filled_lease_can_be_read_after_close(store: HiddenStateStore) -> None
 
 
 def test_a_store_that_is_forgotten_with_work_in_flight_ends_it() -> None:
-    threads, arenas = threads_of_this_process(), arenas_of_this_process()
+    threads, arenas = threads_now(), arenas_of_this_process()
     rows = rows_for(400)
     for _ in range(5):
         store = make_store(slots=400, staging_bytes=1)
@@ -851,7 +846,7 @@ def test_a_store_that_is_forgotten_with_work_in_flight_ends_it() -> None:
         del store, paged
         assert ticket is not None
         assert ticket.ended
-    assert threads_of_this_process() <= threads
+    assert none_but(threads)
     assert arenas_of_this_process() <= arenas
 
 
@@ -977,20 +972,20 @@ class TestOpenStore:
         assert len({id(store) for store in opened}) == 1
 
     def test_disabled_is_none_and_costs_nothing(self) -> None:
-        threads, arenas = threads_of_this_process(), arenas_of_this_process()
+        threads, arenas = threads_now(), arenas_of_this_process()
         assert open_store(HiddenCacheConfig(enabled=False, pool_bytes=1 << 20)) is None
-        assert threads_of_this_process() <= threads
+        assert none_but(threads)
         assert arenas_of_this_process() <= arenas
 
     def test_enabled_maps_one_arena_and_starts_threads_for_the_first_rows(self) -> None:
         gc.collect()  # what other tests left
-        threads, arenas = threads_of_this_process(), arenas_of_this_process()
+        threads, arenas = threads_now(), arenas_of_this_process()
         store = open_store(self.config)
         assert store is not None
         assert arenas_of_this_process() == arenas + 1
-        assert threads_of_this_process() <= threads
+        assert none_but(threads)
         store.prepare(make_paged(rows_for(1), 3)[0])
-        assert threads_of_this_process() > threads
+        assert threads_now() > threads
         assert arenas_of_this_process() == arenas + 1
 
 

@@ -31,6 +31,7 @@ from hidden_cache.files import (
     write_sample,
 )
 from hidden_cache.keys import Chunk, TokenChunker
+from tests.threads import PATIENCE_S, none_but, threads_now
 from tests.unit import make_paged, make_rows
 
 pytest.importorskip("vllm")
@@ -40,7 +41,6 @@ from hidden_cache.integrations.vllm.messages import Refusal, SaveOrder, StepMeta
 from hidden_cache.integrations.vllm.options import ConnectorOptions, EngineShape
 from hidden_cache.integrations.vllm.worker import WorkerSide
 
-PATIENCE_S = 60.0  # how long a test waits for what must come
 LAYER_IDS = (7, 3)
 HIDDEN = 4
 CHUNK = 4
@@ -325,7 +325,7 @@ def test_the_same_step_seen_by_several_hooks_counts_once(drive: Callable[..., Dr
 def test_a_rank_that_does_not_write_reports_each_request_once_and_opens_nothing(
     drive: Callable[..., Driver],
 ) -> None:
-    threads = set(os.listdir("/proc/self/task"))
+    threads = threads_now()
     driver = drive()
     driver.begin("a", "b")
     news = driver.step(
@@ -338,7 +338,7 @@ def test_a_rank_that_does_not_write_reports_each_request_once_and_opens_nothing(
     assert driver.side.reported() == set()
     assert not driver.folder.exists()
     assert store._opened is None
-    assert set(os.listdir("/proc/self/task")) <= threads
+    assert none_but(threads)
 
 
 # No room
