@@ -1,126 +1,148 @@
 // torch.ops.hscache.*: stateless operators on torch's stable ABI, so that one build serves many
-// versions of torch. They check their arguments and call the core.
+// versions of torch. They check their arguments and call the core, or launch on the current stream.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
 #include <cstdint>
-#include <span>
-#include <stdexcept>
-#include <string>
-#include <vector>
+#include <optional>
 
-#include "core/copy_plan.h"
-#include "core/host_copy.h"
+#include "bindings/op_arguments.h"
+#include "core/move_rows.h"
 
+#if defined(HSCACHE_WITH_CUDA) || defined(HSCACHE_OPS_ON_HOST)
+#include "bindings/ops_cuda.h"
+#endif
+
+namespace hscache::ops {
 namespace {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 // Below this a task costs more than the bytes that it moves.
 constexpr std::int64_t kGrainBytes = 512 << 10;
 
-std::string shape_of(const Tensor& tensor) {
-  std::string text = "[";
-  for (std::int64_t i = 0; i < tensor.dim(); ++i) {
-    text += (i > 0 ? ", " : "") + std::to_string(tensor.size(i));
-  }
-  return text + "]";
-}
-
-hscache::PagedView paged_view(const Tensor& paged) {
-  if (paged.dim() != 4) {
-    throw std::invalid_argument("paged has shape " + shape_of(paged) +
-                                ", must be [num_blocks, num_layers, block_size, hidden]");
-  }
-  const auto item = static_cast<std::int64_t>(paged.element_size());
-  if (item > 8) {
-    throw std::invalid_argument("paged has elements of " + std::to_string(item) +
-                                " bytes, the operator takes dtypes of 1, 2, 4 or 8 bytes: view it "
-                                "as a real dtype");
-  }
-  if (paged.size(3) < 1) {
-    throw std::invalid_argument("paged has shape " + shape_of(paged) +
-                                ": hidden must be 1 or more");
-  }
-  if (paged.stride(3) != 1 && paged.size(3) > 1) {
-    throw std::invalid_argument("paged's last dimension has stride " +
-                                std::to_string(paged.stride(3)) +
-                                ", must be contiguous (stride 1): pass the cache itself or a view "
-                                "that keeps hidden last");
-  }
-  return {.data = static_cast<std::byte*>(paged.data_ptr()),
-          .num_blocks = paged.size(0),
-          .num_layers = paged.size(1),
-          .block_size = paged.size(2),
-          .row_bytes = paged.size(3) * item,
-          .block_stride = paged.stride(0) * item,
-          .layer_stride = paged.stride(1) * item,
-          .token_stride = paged.stride(2) * item};
-}
-
-// Block ids on the host as 64 bit integers, in the caller's memory where they are that already.
-class HostBlockIds {
- public:
-  explicit HostBlockIds(const Tensor& ids) {
-    if (ids.dim() != 1) {
-      throw std::invalid_argument("block_ids has shape " + shape_of(ids) +
-                                  ", must be one-dimensional");
-    }
-    const auto count = static_cast<std::size_t>(ids.size(0));
-    const ScalarType dtype = ids.scalar_type();
-    if (dtype != ScalarType::Int && dtype != ScalarType::Long) {
-      throw std::invalid_argument(std::string("block_ids has dtype ") +
-                                  torch::headeronly::toString(dtype) +
-                                  ", must be int32 or int64: convert it with .to(torch.int64)");
-    }
-    if (dtype == ScalarType::Long && (ids.stride(0) == 1 || count < 2)) {
-      ids_ = {static_cast<const std::int64_t*>(ids.data_ptr()), count};
-      return;
-    }
-    copy_.reserve(count);
-    const std::int64_t stride = ids.stride(0);
-    for (std::size_t i = 0; i < count; ++i) {
-      const std::int64_t at = static_cast<std::int64_t>(i) * stride;
-      copy_.push_back(dtype == ScalarType::Long
-                          ? static_cast<const std::int64_t*>(ids.data_ptr())[at]
-                          : static_cast<const std::int32_t*>(ids.data_ptr())[at]);
-    }
-    ids_ = copy_;
+// Rows in host memory, moved by torch's intra-op threads.
+struct Host {
+  // Where the tokens lie, and what owns the ids. Checks them.
+  struct Tokens {
+    TokenMap map;
+    Tensor ids;
+  };
+  static Tokens tokens(const PagedView& paged, const Tensor&, const Tensor& ids, const char* name,
+                       std::int64_t start, std::int64_t length, bool slots) {
+    static_cast<void>(block_table(ids, name));  // its shape, before it is copied
+    const Tensor flat = torch::stable::contiguous(ids);
+    const TokenMap map{.ids = block_table(flat, name), .start = start, .slots = slots};
+    check_tokens(paged, map, length);
+    return {map, flat};
   }
 
-  hscache::BlockTable table() const { return hscache::BlockTable{ids_}; }
-
- private:
-  std::vector<std::int64_t> copy_;
-  std::span<const std::int64_t> ids_;
+  static void move(Direction direction, const RowsTask& task, const Tensor&) {
+    const std::int64_t token_bytes =
+        std::max<std::int64_t>(1, task.paged.num_layers * task.paged.row_bytes);
+    torch::stable::parallel_for(
+        0, task.length, std::max<std::int64_t>(1, kGrainBytes / token_bytes),
+        [&](std::int64_t begin, std::int64_t end) {
+          RowsTask part = task;
+          part.tokens.start += begin;
+          part.length = end - begin;
+          part.rows.data += begin * task.rows.token_stride;
+          if (part.conversion.scales != nullptr) {
+            part.conversion.scales += begin * task.conversion.scale_token_stride;
+          }
+          move_rows(direction, part);
+        });
+  }
 };
 
-Tensor gather_paged(Tensor paged, Tensor block_ids, std::int64_t start, std::int64_t length) {
-  const hscache::PagedView view = paged_view(paged);
-  const HostBlockIds ids(block_ids);
-  const hscache::BlockTable table = ids.table();
-  hscache::check_range(view, table, start, length);
-  Tensor out = torch::stable::new_empty(paged, {length, view.num_layers, paged.size(3)});
-  const std::int64_t token_bytes = view.num_layers * view.row_bytes;
-  if (length == 0 || token_bytes == 0) return out;
-  auto* const data = static_cast<std::byte*>(out.data_ptr());
-  torch::stable::parallel_for(
-      0, length, std::max<std::int64_t>(1, kGrainBytes / token_bytes),
-      [&](std::int64_t begin, std::int64_t end) {
-        const hscache::RowsView rows{data + begin * token_bytes, token_bytes, view.row_bytes};
-        hscache::copy_to_rows(view, rows,
-                              hscache::plan_copy(view, table, start + begin, end - begin, rows));
-      });
+template <class Backend>
+Tensor gather(const Tensor& paged, const Tensor& ids, const char* name, std::int64_t start,
+              std::int64_t length, bool slots, std::optional<ScalarType> dtype,
+              const std::optional<Tensor>& scales_out) {
+  RowsTask task{.paged = paged_view(paged)};
+  const auto tokens = Backend::tokens(task.paged, paged, ids, name, start, length, slots);
+  const ScalarType rows_dtype = dtype.value_or(paged.scalar_type());
+  task.conversion = conversion(paged, rows_dtype, scales_out, length, "scales_out");
+  Tensor out =
+      torch::stable::new_empty(paged, {length, task.paged.num_layers, paged.size(3)}, rows_dtype);
+  if (length == 0 || task.paged.num_layers == 0) return out;
+  task.tokens = tokens.map;
+  task.length = length;
+  task.rows = rows_view(out, paged);
+  Backend::move(Direction::kGather, task, paged);
   return out;
 }
 
-}  // namespace
-
-STABLE_TORCH_LIBRARY(hscache, m) {
-  m.def("gather_paged(Tensor paged, Tensor block_ids, SymInt start, SymInt length) -> Tensor");
+template <class Backend>
+void scatter(const Tensor& paged, const Tensor& ids, const char* name, std::int64_t start,
+             bool slots, const Tensor& rows, const std::optional<Tensor>& scales) {
+  RowsTask task{.paged = paged_view(paged)};
+  task.rows = rows_view(rows, paged);
+  task.length = rows.size(0);
+  const auto tokens = Backend::tokens(task.paged, paged, ids, name, start, task.length, slots);
+  task.tokens = tokens.map;
+  task.conversion = conversion(paged, rows.scalar_type(), scales, task.length, "scales");
+  if (task.length == 0 || task.paged.num_layers == 0) return;
+  Backend::move(Direction::kScatter, task, paged);
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hscache, CPU, m) { m.impl("gather_paged", TORCH_BOX(&gather_paged)); }
+template <class Backend>
+Tensor gather_paged(Tensor paged, Tensor block_ids, std::int64_t start, std::int64_t length,
+                    std::optional<ScalarType> dtype, std::optional<Tensor> scales_out) {
+  return gather<Backend>(paged, block_ids, "block_ids", start, length, false, dtype, scales_out);
+}
+
+template <class Backend>
+void scatter_paged(Tensor paged, Tensor block_ids, std::int64_t start, Tensor rows,
+                   std::optional<Tensor> scales) {
+  scatter<Backend>(paged, block_ids, "block_ids", start, false, rows, scales);
+}
+
+template <class Backend>
+Tensor gather_slots(Tensor paged, Tensor slot_mapping, std::optional<ScalarType> dtype,
+                    std::optional<Tensor> scales_out) {
+  const std::int64_t length = slot_mapping.dim() == 1 ? slot_mapping.size(0) : 0;
+  return gather<Backend>(paged, slot_mapping, "slot_mapping", 0, length, true, dtype, scales_out);
+}
+
+template <class Backend>
+void write_slots(Tensor paged, Tensor slot_mapping, Tensor rows, std::optional<Tensor> scales) {
+  scatter<Backend>(paged, slot_mapping, "slot_mapping", 0, true, rows, scales);
+}
+
+}  // namespace
+}  // namespace hscache::ops
+
+#define HSCACHE_SCHEMAS(library)                                                                  \
+  (library).def(                                                                                  \
+      "gather_paged(Tensor paged, Tensor block_ids, SymInt start, SymInt length, "                \
+      "ScalarType? dtype=None, *, Tensor(a!)? scales_out=None) -> Tensor");                       \
+  (library).def(                                                                                  \
+      "scatter_paged_(Tensor(a!) paged, Tensor block_ids, SymInt start, Tensor rows, *, "         \
+      "Tensor? scales=None) -> ()");                                                              \
+  (library).def(                                                                                  \
+      "gather_slots(Tensor paged, Tensor slot_mapping, ScalarType? dtype=None, *, "               \
+      "Tensor(a!)? scales_out=None) -> Tensor");                                                  \
+  (library).def(                                                                                  \
+      "write_slots_(Tensor(a!) paged, Tensor slot_mapping, Tensor rows, *, Tensor? scales=None) " \
+      "-> ()")
+
+#define HSCACHE_IMPLEMENTATIONS(library, Backend)                                     \
+  (library).impl("gather_paged", TORCH_BOX(&hscache::ops::gather_paged<Backend>));    \
+  (library).impl("scatter_paged_", TORCH_BOX(&hscache::ops::scatter_paged<Backend>)); \
+  (library).impl("gather_slots", TORCH_BOX(&hscache::ops::gather_slots<Backend>));    \
+  (library).impl("write_slots_", TORCH_BOX(&hscache::ops::write_slots<Backend>))
+
+#if defined(HSCACHE_OPS_ON_HOST)
+// For tests: what runs on a GPU, its kernels as plain C++, on tensors in host memory.
+STABLE_TORCH_LIBRARY(hscache_on_host, m) { HSCACHE_SCHEMAS(m); }
+STABLE_TORCH_LIBRARY_IMPL(hscache_on_host, CPU, m) {
+  HSCACHE_IMPLEMENTATIONS(m, hscache::ops::Cuda);
+}
+#else
+STABLE_TORCH_LIBRARY(hscache, m) { HSCACHE_SCHEMAS(m); }
+STABLE_TORCH_LIBRARY_IMPL(hscache, CPU, m) { HSCACHE_IMPLEMENTATIONS(m, hscache::ops::Host); }
+#if defined(HSCACHE_WITH_CUDA)
+STABLE_TORCH_LIBRARY_IMPL(hscache, CUDA, m) { HSCACHE_IMPLEMENTATIONS(m, hscache::ops::Cuda); }
+#endif
+#endif

@@ -75,7 +75,7 @@ void plan_pass(Planner& plan, const PagedView& view, const BlockTable& blocks, s
   while (token < start + length) {
     const std::int64_t in_block = token % view.block_size;
     const std::int64_t take = std::min(view.block_size - in_block, start + length - token);
-    const std::int64_t block = blocks[static_cast<std::size_t>(token / view.block_size)];
+    const std::int64_t block = blocks[token / view.block_size];
     plan.add({.paged_offset = view.offset(block, layer, in_block),
               .rows_offset = rows.offset(token - start, layer),
               .bytes = row_bytes,
@@ -88,7 +88,7 @@ void plan_pass(Planner& plan, const PagedView& view, const BlockTable& blocks, s
 
 }  // namespace
 
-void check_range(const PagedView& view, const BlockTable& blocks, std::int64_t start,
+void check_reach(const PagedView& view, std::int64_t num_ids, std::int64_t start,
                  std::int64_t length) {
   if (view.num_blocks < 0 || view.num_layers < 0 || view.block_size < 1 || view.row_bytes < 1) {
     throw std::invalid_argument(
@@ -108,16 +108,22 @@ void check_range(const PagedView& view, const BlockTable& blocks, std::int64_t s
   // A view of stride 0 may claim any block size, and start + length may overflow too.
   constexpr std::int64_t kMost = std::numeric_limits<std::int64_t>::max();
   const std::int64_t covered =
-      blocks.size() > kMost / view.block_size ? kMost : blocks.size() * view.block_size;
+      num_ids > kMost / view.block_size ? kMost : num_ids * view.block_size;
   if (start > covered || length > covered - start) {
     throw std::out_of_range("start " + text(start) + " and length " + text(length) +
                             " reach beyond the " + text(covered) + " tokens of a table of " +
-                            text(blocks.size()) + " blocks of " + text(view.block_size) +
+                            text(num_ids) + " blocks of " + text(view.block_size) +
                             ": pass a longer block table or a shorter range");
   }
+}
+
+void check_range(const PagedView& view, const BlockTable& blocks, std::int64_t start,
+                 std::int64_t length) {
+  check_reach(view, blocks.size(), start, length);
+  if (length == 0) return;
   const std::int64_t last = (start + length - 1) / view.block_size;
   for (std::int64_t i = start / view.block_size; i <= last; ++i) {
-    const std::int64_t block = blocks[static_cast<std::size_t>(i)];
+    const std::int64_t block = blocks[i];
     if (block < 0 || block >= view.num_blocks) {
       throw std::out_of_range("block_ids[" + text(i) + "] is " + text(block) +
                               ", outside the paged cache's " + text(view.num_blocks) +

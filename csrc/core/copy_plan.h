@@ -1,29 +1,13 @@
 // From a token range and a block table to the fewest copies.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
-#include <span>
 #include <vector>
 
+#include "core/block_table.h"
 #include "core/paged_view.h"
 
 namespace hscache {
-
-// The block ids of one request in token order, as 32 or 64 bit integers. Does not own them.
-class BlockTable {
- public:
-  explicit BlockTable(std::span<const std::int64_t> ids) : ids64_(ids.data()), size_(ids.size()) {}
-  explicit BlockTable(std::span<const std::int32_t> ids) : ids32_(ids.data()), size_(ids.size()) {}
-
-  std::int64_t operator[](std::size_t i) const { return ids64_ != nullptr ? ids64_[i] : ids32_[i]; }
-  std::int64_t size() const { return static_cast<std::int64_t>(size_); }
-
- private:
-  const std::int64_t* ids64_ = nullptr;
-  const std::int32_t* ids32_ = nullptr;
-  std::size_t size_ = 0;
-};
 
 // `count` pieces of `bytes` contiguous bytes each, at a constant step on either side. Offsets are
 // relative to the data pointers of the two views that were planned.
@@ -38,9 +22,13 @@ struct CopySpan {
   bool operator==(const CopySpan&) const = default;
 };
 
-// Checks that tokens `[start, start + length)` lie inside `blocks` and that every block that they
-// touch lies inside `view`. Throws std::invalid_argument (negative start or length, a view that
-// makes no sense) or std::out_of_range (table too short, block id outside the view).
+// Checks that tokens `[start, start + length)` lie inside a table of `num_ids` blocks. Throws
+// std::invalid_argument (negative start or length, a view that makes no sense) or
+// std::out_of_range.
+void check_reach(const PagedView& view, std::int64_t num_ids, std::int64_t start,
+                 std::int64_t length);
+
+// As check_reach(), and checks that every block that the tokens touch lies inside `view`.
 void check_range(const PagedView& view, const BlockTable& blocks, std::int64_t start,
                  std::int64_t length);
 

@@ -8,7 +8,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "core/paged_view.h"
+#include "core/rows_task.h"
 
 namespace hscache {
 
@@ -65,17 +65,6 @@ struct Copy {
   std::int64_t bytes = 0;
 };
 
-// Tokens `[start, start + length)` of a request in `paged`, all its layers, and the rows that they
-// are copied to or from; row 0 is token `start`. `block_ids` lies in memory of the device; ids are
-// not checked.
-struct RowsTask {
-  PagedView paged;
-  const std::int64_t* block_ids = nullptr;
-  std::int64_t start = 0;
-  std::int64_t length = 0;
-  RowsView rows;
-};
-
 // A queue whose work runs in order, beside other streams. Enqueueing never blocks and is not
 // thread-safe: one thread owns a stream. Memory given to it stays valid until what uses it has run.
 // All throw DeviceError; what was enqueued by a call that throws may run nevertheless. Dies after
@@ -86,8 +75,8 @@ class Stream {
   // What is enqueued from here on runs after `event`.
   virtual void wait(const std::shared_ptr<Event>& event) = 0;
   virtual std::shared_ptr<Event> record() = 0;
-  virtual void gather(const RowsTask& task) = 0;   // paged -> rows
-  virtual void scatter(const RowsTask& task) = 0;  // rows -> paged
+  // The ids, scales and counters of the task lie where its kernels reach them.
+  virtual void move_rows(Direction direction, const RowsTask& task) = 0;
   // Between host and device, in any order among themselves. The list itself is read at once.
   virtual void copy_to_device(std::span<const Copy> copies) = 0;
   virtual void copy_to_host(std::span<const Copy> copies) = 0;

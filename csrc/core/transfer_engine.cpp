@@ -3,9 +3,14 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
+#include <condition_variable>
 #include <deque>
 #include <exception>
+#include <mutex>
+#include <optional>
 #include <stdexcept>
+#include <string>
 #include <thread>
 #include <utility>
 
@@ -23,11 +28,15 @@ constexpr std::int64_t kRegions = 4;
 // Block ids that one step may need; a step covers fewer tokens where blocks are short.
 constexpr std::int64_t kRegionIds = 4096;
 
-// Longer waits have no limit: clocks cannot count to their end.
-constexpr std::chrono::duration<double> kLongestWait{1e9};
-
 constexpr const char* kForked =
     "the transfer engine belongs to the parent process: open a store after fork(), not before";
+
+// Rows that one step takes where the device reaches host memory: enough to hide what a step costs,
+// few enough to share a long piece among lanes.
+constexpr std::int64_t kDirectBytes = 4 << 20;
+
+constexpr auto kIdBytes = static_cast<std::int64_t>(sizeof(std::int64_t));
+constexpr auto kScaleBytes = static_cast<std::int64_t>(sizeof(float));
 
 std::int64_t region_bytes(const TransferOptions& options) {
   return std::max<std::int64_t>(1, options.staging_bytes / kRegions);
@@ -37,53 +46,59 @@ BlockTable table(const TransferRequest& request) {
   return BlockTable{std::span<const std::int64_t>(request.block_ids)};
 }
 
-}  // namespace
+bool converts(const TransferRequest& request) { return request.paged_element != Element::kAny; }
 
-Ticket::Ticket() : owner_pid_(getpid()) {}
-
-bool Ticket::in_child() const { return getpid() != owner_pid_; }
-
-Ticket::State Ticket::state() const {
-  // Without the lock: it may be held by a thread that was not forked along.
-  if (in_child()) return state_ == State::kDone ? State::kDone : State::kFailed;
-  const std::lock_guard lock(mutex_);
-  return state_;
+bool has_scales(const TransferRequest& request) {
+  return (request.paged_element == Element::kFloat8) != (request.rows_element == Element::kFloat8);
 }
 
-std::string Ticket::error() const {
-  if (in_child()) return state_ == State::kDone ? "" : kForked;
-  const std::lock_guard lock(mutex_);
-  return error_;
+// Bytes of a row outside paged memory, without its scale.
+std::int64_t row_bytes(const TransferRequest& request) {
+  return request.paged.row_bytes / element_bytes(request.paged_element) *
+         element_bytes(request.rows_element);
 }
 
-bool Ticket::wait(std::optional<std::chrono::duration<double>> timeout) const {
-  if (in_child()) return true;
-  std::unique_lock lock(mutex_);
-  const auto ended = [this] { return state_ != State::kPending; };
-  if (timeout && *timeout < kLongestWait) return changed_.wait_for(lock, *timeout, ended);
-  changed_.wait(lock, ended);
-  return true;
+std::int64_t row_bytes_with_scale(const TransferRequest& request) {
+  return row_bytes(request) + (has_scales(request) ? kScaleBytes : 0);
 }
 
-void Ticket::end(State state, std::string error) {
-  {
-    const std::lock_guard lock(mutex_);
-    state_ = state;
-    error_ = std::move(error);
+void check_elements(const TransferRequest& request) {
+  const bool one_known =
+      (request.paged_element == Element::kAny) != (request.rows_element == Element::kAny);
+  if (one_known || (request.count_non_finite && !converts(request))) {
+    throw std::invalid_argument(
+        "the elements of one side are not known: name those of both to convert or to count what "
+        "is not finite, or those of neither");
   }
-  changed_.notify_all();
+  if (request.paged.row_bytes % element_bytes(request.paged_element) != 0) {
+    throw std::invalid_argument("a row of " + std::to_string(request.paged.row_bytes) +
+                                " bytes is no whole number of elements of " +
+                                std::to_string(element_bytes(request.paged_element)) + " bytes");
+  }
 }
 
-void Ticket::cancel() {
-  if (in_child()) return;
-  const std::lock_guard lock(mutex_);
-  cancelled_ = true;
+void check_piece(const TransferRequest& request, const RowsPiece& piece) {
+  if (static_cast<std::int64_t>(piece.layers.size()) != request.paged.num_layers) {
+    throw std::invalid_argument("a piece has places for " + std::to_string(piece.layers.size()) +
+                                " layers, the paged memory has " +
+                                std::to_string(request.paged.num_layers) +
+                                ": give one for each, null for those left alone");
+  }
+  if (has_scales(request)) {
+    bool complete = piece.scales.size() == piece.layers.size();
+    for (std::size_t i = 0; complete && i < piece.layers.size(); ++i) {
+      complete = piece.layers[i] == nullptr || piece.scales[i] != nullptr;
+    }
+    if (!complete) {
+      throw std::invalid_argument(
+          "rows are converted to or from float8, and a piece lacks the place of a layer's scales: "
+          "give one for every layer that is moved");
+    }
+  }
+  check_range(request.paged, table(request), piece.start, piece.length);
 }
 
-bool Ticket::cancelled() const {
-  const std::lock_guard lock(mutex_);
-  return cancelled_;
-}
+}  // namespace
 
 // The engine inside the process that made it.
 class TransferEngine::Machine {
@@ -105,8 +120,11 @@ class TransferEngine::Machine {
   // A part of the staging ring, with the block ids of what goes through it.
   struct Region {
     std::byte* rows = nullptr;
-    std::int64_t* ids = nullptr;       // on the device
-    std::int64_t* host_ids = nullptr;  // pinned, where they are copied from
+    // A word that counts rows which are not finite, then the ids: on the device, and in the pinned
+    // memory that they are copied from.
+    std::int64_t* head = nullptr;
+    std::int64_t* host_head = nullptr;
+    std::int64_t* host_count = nullptr;  // pinned, where the count is copied to
   };
   struct Transfer {
     TransferRequest request;
@@ -117,6 +135,7 @@ class TransferEngine::Machine {
     std::size_t layer = 0;
     std::int64_t token = 0;
     std::int64_t steps_in_flight = 0;
+    std::int64_t non_finite_rows = 0;
     std::optional<std::string> error;  // of what failed first; then nothing more is enqueued
 
     void fail(const char* text) {
@@ -135,13 +154,21 @@ class TransferEngine::Machine {
   // Two streams, so that one part is moved while the next is packed.
   struct Lane {
     std::unique_ptr<Stream> kernels;
-    std::unique_ptr<Stream> copies;  // null where rows go in one step
+    std::unique_ptr<Stream> copies;  // null where the device reaches host memory
+  };
+  // How a part travels.
+  enum class Way {
+    kHost,      // by one loop, from place to place
+    kStaged,    // through a region
+    kZeroCopy,  // by kernels that reach host memory
+    kDma,       // by the copy engine alone
   };
   // A part on its way.
   struct Step {
     std::shared_ptr<Transfer> transfer;
     std::shared_ptr<Event> ran;
-    std::optional<Region> region;
+    std::optional<Region> region;  // of what is staged; of its ids and count only for kZeroCopy
+    std::unique_ptr<std::uint32_t> host_count;  // of kHost
     std::int64_t bytes = 0;
   };
 
@@ -150,12 +177,20 @@ class TransferEngine::Machine {
   bool take_inbox();
   bool retire_steps();
   bool enqueue_steps();
-  bool has_room(std::int64_t bytes) const;
   Part next_part(const Transfer& transfer) const;
-  void enqueue_step(const std::shared_ptr<Transfer>& transfer, const Part& part);
-  std::shared_ptr<Event> enqueue_direct(Lane& lane, const Transfer& transfer, const Part& part);
+  std::vector<Copy> dma_copies(const Transfer& transfer, const Part& part) const;
+  bool has_room(Way way, std::int64_t bytes) const;
+  bool enqueue_step(const std::shared_ptr<Transfer>& transfer, const Part& part);
+  RowsTask task_of(const Transfer& transfer, const Part& part) const;
+  std::shared_ptr<Event> enqueue_host(Lane& lane, const Transfer& transfer, const Part& part,
+                                      std::uint32_t* count);
+  std::shared_ptr<Event> enqueue_dma(Lane& lane, const Transfer& transfer,
+                                     const std::vector<Copy>& copies);
+  void upload_head(Lane& lane, RowsTask& task, const Transfer& transfer, const Region& region);
   std::shared_ptr<Event> enqueue_staged(Lane& lane, const Transfer& transfer, const Part& part,
                                         const Region& region);
+  std::shared_ptr<Event> enqueue_zero_copy(Lane& lane, const Transfer& transfer, const Part& part,
+                                           const Region& region);
   bool end_transfers();
   void run();
 
@@ -168,7 +203,7 @@ class TransferEngine::Machine {
   // that they do not wait while a long request is enqueued.
   std::mutex poll_mutex_;
   std::unique_ptr<Buffer> device_ring_;
-  std::unique_ptr<Buffer> pinned_ids_;
+  std::unique_ptr<Buffer> pinned_heads_;
   // After the memory that they use: they die first, when their work has run.
   std::vector<Lane> lanes_;  // empty ones are made anew
   std::size_t next_lane_ = 0;
@@ -194,10 +229,12 @@ TransferEngine::Machine::Machine(std::unique_ptr<DeviceRuntime> runtime, Transfe
       options_(options),
       threaded_(threaded),
       direct_(runtime_->reaches_host()) {
-  if (options.lanes < 1 || options.max_pending < 1 || options.staging_bytes < 1) {
+  if (options.lanes < 1 || options.max_pending < 1 || options.staging_bytes < 1 ||
+      options.dma_span_bytes < 1) {
     throw std::invalid_argument("transfer engine options (lanes " + std::to_string(options.lanes) +
                                 ", max_pending " + std::to_string(options.max_pending) +
                                 ", staging_bytes " + std::to_string(options.staging_bytes) +
+                                ", dma_span_bytes " + std::to_string(options.dma_span_bytes) +
                                 ") must each be at least 1");
   }
   if (!direct_) make_ring();
@@ -206,17 +243,26 @@ TransferEngine::Machine::Machine(std::unique_ptr<DeviceRuntime> runtime, Transfe
 }
 
 void TransferEngine::Machine::make_ring() {
-  const std::int64_t id_bytes = kRegionIds * static_cast<std::int64_t>(sizeof(std::int64_t));
-  // Regions begin at multiples of 256 bytes, so that kernels move them in their widest words.
-  const std::int64_t stride = (region_bytes(options_) + id_bytes + 255) / 256 * 256;
-  device_ring_ = runtime_->allocate_device(kRegions * stride);
-  pinned_ids_ = runtime_->allocate_pinned(kRegions * id_bytes);
+  // Everything begins at multiples of 256 bytes, so that kernels move it in their widest words.
+  constexpr std::int64_t kAlignment = 256;
+  constexpr std::int64_t kHeadBytes = (1 + kRegionIds) * kIdBytes;
+  static_assert(kHeadBytes % kIdBytes == 0);
+  const auto aligned = [](std::int64_t bytes) {
+    return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+  };
+  const std::int64_t head_bytes = aligned(kHeadBytes);
+  // A scale begins at a multiple of its size.
+  const std::int64_t device_stride = head_bytes + aligned(region_bytes(options_) + kScaleBytes);
+  const std::int64_t pinned_stride = head_bytes + kAlignment;
+  device_ring_ = runtime_->allocate_device(kRegions * device_stride);
+  pinned_heads_ = runtime_->allocate_pinned(kRegions * pinned_stride);
   for (std::int64_t i = 0; i < kRegions; ++i) {
-    std::byte* const device = device_ring_->data() + i * stride;
-    std::byte* const pinned = pinned_ids_->data() + i * id_bytes;
-    free_regions_.push_back({.rows = device + id_bytes,
-                             .ids = reinterpret_cast<std::int64_t*>(device),
-                             .host_ids = reinterpret_cast<std::int64_t*>(pinned)});
+    std::byte* const device = device_ring_->data() + i * device_stride;
+    std::byte* const pinned = pinned_heads_->data() + i * pinned_stride;
+    free_regions_.push_back({.rows = device + head_bytes,
+                             .head = reinterpret_cast<std::int64_t*>(device),
+                             .host_head = reinterpret_cast<std::int64_t*>(pinned),
+                             .host_count = reinterpret_cast<std::int64_t*>(pinned + head_bytes)});
   }
 }
 
@@ -229,17 +275,10 @@ TransferEngine::Machine::Lane TransferEngine::Machine::make_lane() {
 
 std::shared_ptr<Ticket> TransferEngine::Machine::submit(TransferRequest request,
                                                         Backpressure policy) {
-  for (const RowsPiece& piece : request.pieces) {
-    if (static_cast<std::int64_t>(piece.layers.size()) != request.paged.num_layers) {
-      throw std::invalid_argument("a piece has places for " + std::to_string(piece.layers.size()) +
-                                  " layers, the paged memory has " +
-                                  std::to_string(request.paged.num_layers) +
-                                  ": give one for each, null for those left alone");
-    }
-    check_range(request.paged, table(request), piece.start, piece.length);
-  }
-  if (!direct_ && request.paged.row_bytes > region_bytes(options_)) {
-    throw std::invalid_argument("a row of " + std::to_string(request.paged.row_bytes) +
+  check_elements(request);
+  for (const RowsPiece& piece : request.pieces) check_piece(request, piece);
+  if (!direct_ && row_bytes_with_scale(request) > region_bytes(options_)) {
+    throw std::invalid_argument("a row of " + std::to_string(row_bytes_with_scale(request)) +
                                 " bytes does not fit a region of the staging ring of " +
                                 std::to_string(region_bytes(options_)) +
                                 " bytes: set hscache_staging_bytes higher");
@@ -298,6 +337,10 @@ bool TransferEngine::Machine::retire_steps() {
     } catch (const std::exception& error) {
       step.transfer->fail(error.what());
     }
+    if (step.transfer->request.count_non_finite && !step.transfer->error) {
+      step.transfer->non_finite_rows +=
+          step.host_count ? *step.host_count : *step.region->host_count;
+    }
     if (step.region) free_regions_.push_back(*step.region);
     in_flight_bytes_ -= step.bytes;
     --step.transfer->steps_in_flight;
@@ -312,23 +355,13 @@ bool TransferEngine::Machine::enqueue_steps() {
     const std::shared_ptr<Transfer> transfer = queue_.front();
     while (!transfer->wholly_enqueued()) {
       if (!transfer->skip_what_is_empty()) {
-        const Part part = next_part(*transfer);
-        if (!has_room(part.tokens * static_cast<std::int64_t>(part.layers) *
-                      transfer->request.paged.row_bytes)) {
-          return changed;
-        }
-        enqueue_step(transfer, part);
+        if (!enqueue_step(transfer, next_part(*transfer))) return changed;
       }
       changed = true;
     }
     queue_.pop_front();
   }
   return changed;
-}
-
-bool TransferEngine::Machine::has_room(std::int64_t bytes) const {
-  if (!direct_) return !free_regions_.empty();
-  return in_flight_.empty() || in_flight_bytes_ + bytes <= options_.staging_bytes;
 }
 
 // Moves on over a piece without tokens, a piece at its end, a layer that is left alone. Returns
@@ -352,59 +385,108 @@ bool TransferEngine::Machine::Transfer::skip_what_is_empty() {
 TransferEngine::Machine::Part TransferEngine::Machine::next_part(const Transfer& transfer) const {
   const TransferRequest& request = transfer.request;
   const RowsPiece& piece = request.pieces[transfer.piece];
-  if (direct_) return {.token = 0, .tokens = piece.length, .layer = transfer.layer, .layers = 1};
-  const std::int64_t rows = region_bytes(options_) / request.paged.row_bytes;
-  const auto layers_left = static_cast<std::int64_t>(piece.layers.size() - transfer.layer);
-  std::int64_t layers = 1;
-  while (layers < std::min(layers_left, rows) &&
-         piece.layers[transfer.layer + static_cast<std::size_t>(layers)] != nullptr) {
-    ++layers;
+  const std::int64_t tokens_left = piece.length - transfer.token;
+  Part part{.token = transfer.token, .tokens = tokens_left, .layer = transfer.layer, .layers = 1};
+  if (direct_) {
+    part.tokens =
+        std::clamp<std::int64_t>(kDirectBytes / row_bytes_with_scale(request), 1, tokens_left);
+    return part;
   }
-  std::int64_t tokens = std::min(piece.length - transfer.token, rows / layers);
+  const std::int64_t rows = region_bytes(options_) / row_bytes_with_scale(request);
+  const std::size_t most_layers =
+      std::min(piece.layers.size() - transfer.layer, static_cast<std::size_t>(rows));
+  while (part.layers < most_layers && piece.layers[transfer.layer + part.layers] != nullptr) {
+    ++part.layers;
+  }
+  part.tokens = std::min(tokens_left, rows / static_cast<std::int64_t>(part.layers));
   // A range that begins inside a block touches one block more than its length needs.
-  if (tokens / request.paged.block_size > kRegionIds - 2) {
-    tokens = (kRegionIds - 2) * request.paged.block_size;
+  if (part.tokens / request.paged.block_size > kRegionIds - 2) {
+    part.tokens = (kRegionIds - 2) * request.paged.block_size;
   }
-  return {.token = transfer.token,
-          .tokens = tokens,
-          .layer = transfer.layer,
-          .layers = static_cast<std::size_t>(layers)};
+  return part;
 }
 
-void TransferEngine::Machine::enqueue_step(const std::shared_ptr<Transfer>& transfer,
+// What the copy engine does for a part by itself; empty where packing it is better.
+std::vector<Copy> TransferEngine::Machine::dma_copies(const Transfer& transfer,
+                                                      const Part& part) const {
+  const TransferRequest& request = transfer.request;
+  const RowsPiece& piece = request.pieces[transfer.piece];
+  if (direct_ || options_.zero_copy || converts(request)) return {};
+  std::vector<Copy> copies;
+  for (std::size_t layer = part.layer; layer < part.layer + part.layers; ++layer) {
+    const PagedView paged = request.paged.layers(layer, 1);
+    const std::int64_t bytes = request.paged.row_bytes;
+    const RowsView rows{piece.layers[layer] + part.token * bytes, bytes, 0};
+    const auto plan = plan_copy(paged, table(request), piece.start + part.token, part.tokens, rows);
+    if (choose_path(plan, options_.dma_span_bytes) != CopyPath::kDma) return {};
+    for (const CopySpan& span : plan) {
+      for (std::int64_t i = 0; i < span.count; ++i) {
+        std::byte* const scattered = paged.data + span.paged_offset + i * span.paged_step;
+        std::byte* const packed = rows.data + span.rows_offset + i * span.rows_step;
+        copies.push_back(request.direction == Direction::kGather
+                             ? Copy{packed, scattered, span.bytes}
+                             : Copy{scattered, packed, span.bytes});
+      }
+    }
+  }
+  return copies;
+}
+
+bool TransferEngine::Machine::has_room(Way way, std::int64_t bytes) const {
+  if (way == Way::kStaged || way == Way::kZeroCopy) return !free_regions_.empty();
+  return in_flight_.empty() || in_flight_bytes_ + bytes <= options_.staging_bytes;
+}
+
+// Returns false where there is no room for it yet.
+bool TransferEngine::Machine::enqueue_step(const std::shared_ptr<Transfer>& transfer,
                                            const Part& part) {
-  Step step{.transfer = transfer,
-            .ran = nullptr,
-            .region = std::nullopt,
-            .bytes = part.tokens * static_cast<std::int64_t>(part.layers) *
-                     transfer->request.paged.row_bytes};
+  const std::vector<Copy> dma = dma_copies(*transfer, part);
+  const Way way = direct_              ? Way::kHost
+                  : options_.zero_copy ? Way::kZeroCopy
+                  : !dma.empty()       ? Way::kDma
+                                       : Way::kStaged;
+  Step step;
+  step.transfer = transfer;
+  step.bytes = part.tokens * static_cast<std::int64_t>(part.layers) *
+               row_bytes_with_scale(transfer->request);
+  if (!has_room(way, step.bytes)) return false;
+  if (way == Way::kStaged || way == Way::kZeroCopy) {
+    step.region = free_regions_.back();
+    free_regions_.pop_back();
+  }
+  if (way == Way::kHost) step.host_count = std::make_unique<std::uint32_t>(0);
   Lane& lane = lanes_[next_lane_++ % lanes_.size()];
   try {
     if (!lane.kernels) lane = make_lane();
-    if (direct_) {
-      step.ran = enqueue_direct(lane, *transfer, part);
-    } else {
-      step.region = free_regions_.back();
-      free_regions_.pop_back();
-      step.ran = enqueue_staged(lane, *transfer, part, *step.region);
+    switch (way) {
+      case Way::kHost:
+        step.ran = enqueue_host(lane, *transfer, part, step.host_count.get());
+        break;
+      case Way::kDma:
+        step.ran = enqueue_dma(lane, *transfer, dma);
+        break;
+      case Way::kStaged:
+        step.ran = enqueue_staged(lane, *transfer, part, *step.region);
+        break;
+      case Way::kZeroCopy:
+        step.ran = enqueue_zero_copy(lane, *transfer, part, *step.region);
+        break;
     }
   } catch (const std::exception& error) {
     transfer->fail(error.what());
-    if (!lane.kernels) return;
     // What was enqueued before the failure still runs, and its ticket must outlast it.
     try {
       if (lane.copies) lane.kernels->wait(lane.copies->record());
-      step.ran = lane.kernels->record();
+      if (lane.kernels) step.ran = lane.kernels->record();
     } catch (const std::exception&) {
       lane = Lane{};  // streams die after their work has run
+    }
+    if (!step.ran) {
       if (step.region) free_regions_.push_back(*step.region);
-      return;
+      return true;
     }
   }
-  if (step.region && mutated("staging reused early")) {
-    free_regions_.push_back(*step.region);
-    step.region.reset();
-  }
+  if (step.region && mutated("staging reused early")) free_regions_.push_back(*step.region);
   in_flight_bytes_ += step.bytes;
   ++transfer->steps_in_flight;
   in_flight_.push_back(std::move(step));
@@ -414,25 +496,70 @@ void TransferEngine::Machine::enqueue_step(const std::shared_ptr<Transfer>& tran
     transfer->token = 0;
     transfer->layer += part.layers;
   }
+  return true;
 }
 
-std::shared_ptr<Event> TransferEngine::Machine::enqueue_direct(Lane& lane, const Transfer& transfer,
-                                                               const Part& part) {
+// A part as if whatever moves it reached the block table and the first layer's rows.
+RowsTask TransferEngine::Machine::task_of(const Transfer& transfer, const Part& part) const {
   const TransferRequest& request = transfer.request;
   const RowsPiece& piece = request.pieces[transfer.piece];
-  const std::int64_t row_bytes = request.paged.row_bytes;
-  const RowsTask task{.paged = request.paged.layers(part.layer, 1),
-                      .block_ids = request.block_ids.data(),
-                      .start = piece.start + part.token,
-                      .length = part.tokens,
-                      .rows = {piece.layers[part.layer] + part.token * row_bytes, row_bytes, 0}};
-  lane.kernels->wait(transfer.after);
-  if (request.direction == Direction::kGather) {
-    lane.kernels->gather(task);
-  } else {
-    lane.kernels->scatter(task);
+  RowsTask task;
+  task.paged = request.paged.layers(part.layer, part.layers);
+  task.tokens = {.ids = table(request), .start = piece.start + part.token};
+  task.length = part.tokens;
+  const std::int64_t bytes = row_bytes(request);
+  task.rows = {piece.layers[part.layer] + part.token * bytes, bytes, 0};
+  task.conversion.paged = request.paged_element;
+  task.conversion.rows = request.rows_element;
+  if (has_scales(request)) {
+    task.conversion.scales = piece.scales[part.layer] + part.token;
+    task.conversion.scale_token_stride = 1;
   }
+  return task;
+}
+
+std::shared_ptr<Event> TransferEngine::Machine::enqueue_host(Lane& lane, const Transfer& transfer,
+                                                             const Part& part,
+                                                             std::uint32_t* count) {
+  RowsTask task = task_of(transfer, part);
+  if (transfer.request.count_non_finite) task.conversion.non_finite_rows = count;
+  lane.kernels->wait(transfer.after);
+  lane.kernels->move_rows(transfer.request.direction, task);
   return lane.kernels->record();
+}
+
+std::shared_ptr<Event> TransferEngine::Machine::enqueue_dma(Lane& lane, const Transfer& transfer,
+                                                            const std::vector<Copy>& copies) {
+  if (!mutated("no wait before the copy engine")) lane.copies->wait(transfer.after);
+  if (transfer.request.direction == Direction::kGather) {
+    lane.copies->copy_to_host(copies);
+  } else {
+    lane.copies->copy_to_device(copies);
+  }
+  return lane.copies->record();
+}
+
+// Brings the ids of the blocks that a task touches, counted from the first of them, and a count of
+// 0 to the device.
+void TransferEngine::Machine::upload_head(Lane& lane, RowsTask& task, const Transfer& transfer,
+                                          const Region& region) {
+  const TransferRequest& request = transfer.request;
+  const std::int64_t block_size = request.paged.block_size;
+  const std::int64_t first = task.tokens.start / block_size;
+  const std::int64_t last = (task.tokens.start + task.length - 1) / block_size;
+  const std::int64_t count = last - first + 1;
+  region.host_head[0] = 0;
+  std::copy_n(request.block_ids.begin() + first, count, region.host_head + 1);
+  const Copy head{.to = reinterpret_cast<std::byte*>(region.head),
+                  .from = reinterpret_cast<const std::byte*>(region.host_head),
+                  .bytes = (1 + count) * kIdBytes};
+  task.tokens.ids =
+      BlockTable{std::span<const std::int64_t>(region.head + 1, static_cast<std::size_t>(count))};
+  task.tokens.start -= first * block_size;
+  if (request.count_non_finite) {
+    task.conversion.non_finite_rows = reinterpret_cast<std::uint32_t*>(region.head);
+  }
+  lane.kernels->copy_to_device({&head, 1});
 }
 
 std::shared_ptr<Event> TransferEngine::Machine::enqueue_staged(Lane& lane, const Transfer& transfer,
@@ -440,45 +567,76 @@ std::shared_ptr<Event> TransferEngine::Machine::enqueue_staged(Lane& lane, const
                                                                const Region& region) {
   const TransferRequest& request = transfer.request;
   const RowsPiece& piece = request.pieces[transfer.piece];
-  const std::int64_t row_bytes = request.paged.row_bytes;
-  const std::int64_t layer_bytes = part.tokens * row_bytes;
-  const std::int64_t start = piece.start + part.token;
+  const bool gathers = request.direction == Direction::kGather;
+  const std::int64_t bytes = row_bytes(request);
+  const std::int64_t layer_bytes = part.tokens * bytes;
+  const std::int64_t scales_bytes = part.tokens * kScaleBytes;
+  // In the region: the rows layer by layer, then their scales.
+  const std::int64_t rows_bytes = static_cast<std::int64_t>(part.layers) * layer_bytes;
+  std::byte* const scales =
+      region.rows + (rows_bytes + kScaleBytes - 1) / kScaleBytes * kScaleBytes;
 
-  // The ids of the blocks that this part touches, counted from the first of them.
-  const std::int64_t first_block = start / request.paged.block_size;
-  const std::int64_t last_block = (start + part.tokens - 1) / request.paged.block_size;
-  const std::int64_t count = last_block - first_block + 1;
-  std::copy_n(request.block_ids.begin() + first_block, count, region.host_ids);
-  const Copy ids{.to = reinterpret_cast<std::byte*>(region.ids),
-                 .from = reinterpret_cast<const std::byte*>(region.host_ids),
-                 .bytes = count * static_cast<std::int64_t>(sizeof(std::int64_t))};
-  const RowsTask task{.paged = request.paged.layers(part.layer, part.layers),
-                      .block_ids = region.ids,
-                      .start = start - first_block * request.paged.block_size,
-                      .length = part.tokens,
-                      .rows = {region.rows, row_bytes, layer_bytes}};
+  RowsTask task = task_of(transfer, part);
+  task.rows = {region.rows, bytes, layer_bytes};
   std::vector<Copy> moves;
+  const auto move = [&](std::byte* host, std::byte* device, std::int64_t count) {
+    moves.push_back(gathers ? Copy{host, device, count} : Copy{device, host, count});
+  };
   for (std::size_t i = 0; i < part.layers; ++i) {
-    std::byte* const host = piece.layers[part.layer + i] + part.token * row_bytes;
-    std::byte* const device = region.rows + static_cast<std::int64_t>(i) * layer_bytes;
-    moves.push_back(request.direction == Direction::kGather ? Copy{host, device, layer_bytes}
-                                                            : Copy{device, host, layer_bytes});
+    move(piece.layers[part.layer + i] + part.token * bytes,
+         region.rows + static_cast<std::int64_t>(i) * layer_bytes, layer_bytes);
+    if (!has_scales(request)) continue;
+    move(reinterpret_cast<std::byte*>(piece.scales[part.layer + i] + part.token),
+         scales + static_cast<std::int64_t>(i) * scales_bytes, scales_bytes);
   }
+  if (has_scales(request)) {
+    task.conversion.scales = reinterpret_cast<float*>(scales);
+    task.conversion.scale_layer_stride = part.tokens;
+  }
+  const Copy count{.to = reinterpret_cast<std::byte*>(region.host_count),
+                   .from = reinterpret_cast<const std::byte*>(region.head),
+                   .bytes = kIdBytes};
 
   if (!mutated("no wait for what is written before")) lane.kernels->wait(transfer.after);
-  lane.kernels->copy_to_device({&ids, 1});
-  if (request.direction == Direction::kGather) {
-    lane.kernels->gather(task);
+  upload_head(lane, task, transfer, region);
+  if (gathers) {
+    lane.kernels->move_rows(request.direction, task);
     const auto packed = lane.kernels->record();
     if (!mutated("copy before gather")) lane.copies->wait(packed);
+    if (request.count_non_finite) moves.push_back(count);
     lane.copies->copy_to_host(moves);
     return mutated("done recorded before the copies") ? packed : lane.copies->record();
   }
   lane.copies->copy_to_device(moves);
   const auto moved = lane.copies->record();
   if (!mutated("scatter before copy")) lane.kernels->wait(moved);
-  lane.kernels->scatter(task);
+  lane.kernels->move_rows(request.direction, task);
+  if (request.count_non_finite) lane.kernels->copy_to_host({&count, 1});
   return mutated("done recorded before the scatter") ? moved : lane.kernels->record();
+}
+
+std::shared_ptr<Event> TransferEngine::Machine::enqueue_zero_copy(Lane& lane,
+                                                                  const Transfer& transfer,
+                                                                  const Part& part,
+                                                                  const Region& region) {
+  const TransferRequest& request = transfer.request;
+  if (!mutated("no wait before zero-copy")) lane.kernels->wait(transfer.after);
+  RowsTask uploaded = task_of(transfer, part);
+  upload_head(lane, uploaded, transfer, region);
+  for (std::size_t i = 0; i < part.layers; ++i) {
+    // Layers lie anywhere in host memory: a launch for each.
+    RowsTask task = task_of(transfer, {part.token, part.tokens, part.layer + i, 1});
+    task.tokens = uploaded.tokens;
+    task.conversion.non_finite_rows = uploaded.conversion.non_finite_rows;
+    lane.kernels->move_rows(request.direction, task);
+  }
+  if (request.count_non_finite) {
+    const Copy count{.to = reinterpret_cast<std::byte*>(region.host_count),
+                     .from = reinterpret_cast<const std::byte*>(region.head),
+                     .bytes = kIdBytes};
+    lane.kernels->copy_to_host({&count, 1});
+  }
+  return lane.kernels->record();
 }
 
 // Ends the transfers whose last step has run. Whoever sees an ended ticket finds the room that it
@@ -489,8 +647,7 @@ bool TransferEngine::Machine::end_transfers() {
     const bool running = transfer->steps_in_flight > 0 &&
                          !(mutated("cancel without waiting") && transfer->ticket->cancelled());
     if (running || !transfer->wholly_enqueued()) return false;
-    transfer->ticket->end(transfer->error ? Ticket::State::kFailed : Ticket::State::kDone,
-                          transfer->error.value_or(""));
+    transfer->ticket->end(transfer->error.value_or(""), transfer->non_finite_rows);
     return true;
   });
   if (ended == 0) return false;

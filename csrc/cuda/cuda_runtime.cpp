@@ -12,42 +12,11 @@
 #include <vector>
 
 #include "core/mutation.h"
+#include "cuda/error.h"
 #include "cuda/rows.h"
 
 namespace hscache::cuda {
 namespace {
-
-// Errors after which nothing runs in this process's context any more.
-bool loses_context(cudaError_t error) {
-  switch (error) {
-    case cudaErrorIllegalAddress:
-    case cudaErrorLaunchTimeout:
-    case cudaErrorHardwareStackError:
-    case cudaErrorIllegalInstruction:
-    case cudaErrorMisalignedAddress:
-    case cudaErrorInvalidAddressSpace:
-    case cudaErrorInvalidPc:
-    case cudaErrorLaunchFailure:
-    case cudaErrorAssert:
-    case cudaErrorECCUncorrectable:
-    case cudaErrorNvlinkUncorrectable:
-    case cudaErrorContextIsDestroyed:
-      return true;
-    default:
-      return false;
-  }
-}
-
-void check(cudaError_t error, const char* doing) {
-  if (error == cudaSuccess) return;
-  // What is told here must not be told again by the next call of somebody else.
-  static_cast<void>(cudaGetLastError());
-  const bool lost = loses_context(error);
-  throw DeviceError(std::string(cudaGetErrorName(error)) + " (" + cudaGetErrorString(error) +
-                        ") while " + doing +
-                        (lost ? ": the CUDA context is lost, restart the process" : ""),
-                    lost);
-}
 
 // Makes a device the calling thread's for a while.
 class OnDevice {
@@ -218,17 +187,9 @@ class CudaStream final : public Stream {
     return events_->record(stream_);
   }
 
-  void gather(const RowsTask& task) override {
+  void move_rows(Direction direction, const RowsTask& task) override {
     const OnDevice here(device_);
-    check(gather_rows(task.paged, task.block_ids, task.start, task.length, task.rows, stream_,
-                      *max_grid_),
-          "launching the gather kernel");
-  }
-  void scatter(const RowsTask& task) override {
-    const OnDevice here(device_);
-    check(scatter_rows(task.paged, task.block_ids, task.start, task.length, task.rows, stream_,
-                       *max_grid_),
-          "launching the scatter kernel");
+    check(cuda::move_rows(direction, task, stream_, *max_grid_), "launching a row kernel");
   }
   void copy_to_device(std::span<const Copy> copies) override {
     // The host's side does not change until the copy has run: it may be read at any time.

@@ -2,96 +2,94 @@
 
 #include <algorithm>
 #include <bit>
+#include <cstring>
 
-#include "cuda/launch.h"
+#include "cuda/convert.h"
+#include "cuda/row_loop.cuh"
 
 namespace hscache::cuda {
 namespace {
 
-constexpr unsigned kThreads = 256;
-constexpr unsigned kWarp = 32;
-// Enough to fill any GPU of today; beyond it the grid-stride loop takes over.
-constexpr std::int64_t kMaxBlocks = 4096;
+using Kind = TokenMap::Place::Kind;
 
-enum class Way { kGather, kScatter };
-
-// One warp copies one row at a time, in words as wide as every address in play allows.
-template <Way kWay, class Word>
-__global__ void __launch_bounds__(kThreads)
-    rows_kernel(PagedView paged, const std::int64_t* block_ids, std::int64_t start,
-                std::int64_t length, RowsView rows) {
-  const std::int64_t warps = static_cast<std::int64_t>(gridDim.x) * (kThreads / kWarp);
-  const std::int64_t first =
-      static_cast<std::int64_t>(blockIdx.x) * (kThreads / kWarp) + threadIdx.x / kWarp;
-  const std::int64_t words = paged.row_bytes / static_cast<std::int64_t>(sizeof(Word));
-  const std::int64_t total = length * paged.num_layers;
-  for (std::int64_t row = first; row < total; row += warps) {
-    const std::int64_t token = row / paged.num_layers;
-    const std::int64_t layer = row - token * paged.num_layers;
-    const std::int64_t position = start + token;
-    const std::int64_t block = block_ids[position / paged.block_size];
-    auto* const scattered = reinterpret_cast<Word*>(
-        paged.data + paged.offset(block, layer, position % paged.block_size));
-    auto* const packed = reinterpret_cast<Word*>(rows.data + rows.offset(token, layer));
-    const Word* const from = kWay == Way::kGather ? scattered : packed;
-    Word* const to = kWay == Way::kGather ? packed : scattered;
-    for (std::int64_t word = threadIdx.x % kWarp; word < words; word += kWarp) {
-      to[word] = from[word];
+// By all threads of a warp.
+template <class Word>
+__device__ __forceinline__ void copy_words(const Word* from, Word* to, std::int64_t words) {
+  // Several loads on their way before the first store: the compiler may not move a load over a
+  // store that could change what it reads.
+  constexpr int kBatch = 4;
+  for (std::int64_t first = threadIdx.x % kWarp; first < words; first += kBatch * kWarp) {
+    Word batch[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      if (first + i * kWarp < words) batch[i] = from[first + i * kWarp];
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      if (first + i * kWarp < words) to[first + i * kWarp] = batch[i];
     }
   }
 }
 
-template <Way kWay, class Word>
-cudaError_t launch_rows(const PagedView& paged, const std::int64_t* block_ids, std::int64_t start,
-                        std::int64_t length, const RowsView& rows, cudaStream_t stream,
-                        unsigned max_blocks) {
-  const std::int64_t per_block = kThreads / kWarp;
-  const std::int64_t wanted = (length * paged.num_layers + per_block - 1) / per_block;
-  const std::int64_t cap = max_blocks > 0 ? max_blocks : kMaxBlocks;
-  return launch(rows_kernel<kWay, Word>, dim3(static_cast<unsigned>(std::min(wanted, cap))),
-                dim3(kThreads), stream, paged, block_ids, start, length, rows);
+// Moves rows bit for bit, in words as wide as every address in play allows.
+template <Direction kDirection, class Word>
+__global__ void __launch_bounds__(kThreads) rows_kernel(RowsTask task) {
+  const std::int64_t words = task.paged.row_bytes / static_cast<std::int64_t>(sizeof(Word));
+  const std::int64_t lane = threadIdx.x % kWarp;
+  for_each_row(task, [&](std::int64_t token, std::int64_t layer, const TokenMap::Place& place) {
+    auto* const packed = reinterpret_cast<Word*>(task.rows.data + task.rows.offset(token, layer));
+    if (place.kind != Kind::kRow) {
+      if (kDirection == Direction::kScatter) return;
+      Word fill;
+      memset(&fill, place.kind == Kind::kBad ? 0xFF : 0, sizeof(fill));
+      for (std::int64_t word = lane; word < words; word += kWarp) packed[word] = fill;
+      return;
+    }
+    auto* const scattered = reinterpret_cast<Word*>(
+        task.paged.data + task.paged.offset(place.block, layer, place.token_in_block));
+    const Word* const from = kDirection == Direction::kGather ? scattered : packed;
+    Word* const to = kDirection == Direction::kGather ? packed : scattered;
+    copy_words(from, to, words);
+  });
 }
 
-template <Way kWay>
-cudaError_t copy_rows(const PagedView& paged, const std::int64_t* block_ids, std::int64_t start,
-                      std::int64_t length, const RowsView& rows, cudaStream_t stream,
-                      unsigned max_blocks) {
-  if (start < 0 || length < 0) return cudaErrorInvalidValue;
-  if (length == 0 || paged.num_layers == 0) return cudaSuccess;
+template <Direction kDirection>
+cudaError_t launch_rows(const RowsTask& task, cudaStream_t stream, unsigned max_blocks) {
+  const dim3 grid = grid_for(task, max_blocks);
+  const auto launch_in = [&](void (*kernel)(RowsTask)) {
+    return launch(kernel, grid, dim3(kThreads), stream, task);
+  };
+  const PagedView& paged = task.paged;
   // The lowest bit set anywhere tells the widest word that divides everything.
-  const auto bits =
-      reinterpret_cast<std::uintptr_t>(paged.data) | reinterpret_cast<std::uintptr_t>(rows.data) |
-      static_cast<std::uintptr_t>(paged.row_bytes | paged.block_stride | paged.layer_stride |
-                                  paged.token_stride | rows.token_stride | rows.layer_stride);
+  const auto bits = reinterpret_cast<std::uintptr_t>(paged.data) |
+                    reinterpret_cast<std::uintptr_t>(task.rows.data) |
+                    static_cast<std::uintptr_t>(paged.row_bytes | paged.block_stride |
+                                                paged.layer_stride | paged.token_stride |
+                                                task.rows.token_stride | task.rows.layer_stride);
   switch (std::min(std::countr_zero(bits), 4)) {
     case 4:
-      return launch_rows<kWay, uint4>(paged, block_ids, start, length, rows, stream, max_blocks);
+      return launch_in(rows_kernel<kDirection, uint4>);
     case 3:
-      return launch_rows<kWay, uint2>(paged, block_ids, start, length, rows, stream, max_blocks);
+      return launch_in(rows_kernel<kDirection, uint2>);
     case 2:
-      return launch_rows<kWay, std::uint32_t>(paged, block_ids, start, length, rows, stream,
-                                              max_blocks);
+      return launch_in(rows_kernel<kDirection, std::uint32_t>);
     case 1:
-      return launch_rows<kWay, std::uint16_t>(paged, block_ids, start, length, rows, stream,
-                                              max_blocks);
+      return launch_in(rows_kernel<kDirection, std::uint16_t>);
     default:
-      return launch_rows<kWay, std::uint8_t>(paged, block_ids, start, length, rows, stream,
-                                             max_blocks);
+      return launch_in(rows_kernel<kDirection, std::uint8_t>);
   }
 }
 
 }  // namespace
 
-cudaError_t gather_rows(const PagedView& paged, const std::int64_t* block_ids, std::int64_t start,
-                        std::int64_t length, const RowsView& rows, cudaStream_t stream,
-                        unsigned max_blocks) {
-  return copy_rows<Way::kGather>(paged, block_ids, start, length, rows, stream, max_blocks);
-}
-
-cudaError_t scatter_rows(const PagedView& paged, const std::int64_t* block_ids, std::int64_t start,
-                         std::int64_t length, const RowsView& rows, cudaStream_t stream,
-                         unsigned max_blocks) {
-  return copy_rows<Way::kScatter>(paged, block_ids, start, length, rows, stream, max_blocks);
+cudaError_t move_rows(Direction direction, const RowsTask& task, cudaStream_t stream,
+                      unsigned max_blocks) {
+  if (task.tokens.start < 0 || task.length < 0) return cudaErrorInvalidValue;
+  if (task.length == 0 || task.paged.num_layers == 0) return cudaSuccess;
+  if (task.conversion.looks_at_elements()) return convert_rows(direction, task, stream, max_blocks);
+  return direction == Direction::kGather
+             ? launch_rows<Direction::kGather>(task, stream, max_blocks)
+             : launch_rows<Direction::kScatter>(task, stream, max_blocks);
 }
 
 }  // namespace hscache::cuda

@@ -13,8 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/copy_plan.h"
-#include "core/host_copy.h"
+#include "core/move_rows.h"
 
 namespace hscache {
 namespace {
@@ -84,23 +83,13 @@ class HostStream final : public Stream {
     return event;
   }
 
-  void gather(const RowsTask& task) override {
-    enqueue([task] { copy_to_rows(task.paged, task.rows, plan(task)); });
-  }
-  void scatter(const RowsTask& task) override {
-    enqueue([task] { copy_to_paged(task.paged, task.rows, plan(task)); });
+  void move_rows(Direction direction, const RowsTask& task) override {
+    enqueue([direction, task] { hscache::move_rows(direction, task); });
   }
   void copy_to_device(std::span<const Copy> copies) override { copy(copies); }
   void copy_to_host(std::span<const Copy> copies) override { copy(copies); }
 
  private:
-  static std::vector<CopySpan> plan(const RowsTask& task) {
-    const std::int64_t blocks =
-        (task.start + task.length + task.paged.block_size - 1) / task.paged.block_size;
-    const std::span ids(task.block_ids, static_cast<std::size_t>(blocks));
-    return plan_copy(task.paged, BlockTable{ids}, task.start, task.length, task.rows);
-  }
-
   void copy(std::span<const Copy> copies) {
     enqueue([copies = std::vector(copies.begin(), copies.end())] {
       for (const Copy& piece : copies) {

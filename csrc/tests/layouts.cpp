@@ -101,7 +101,11 @@ Layout draw_layout(Random& random, std::int64_t unit, std::int64_t max_row_units
   return layout;
 }
 
-void naive_gather(const Layout& layout, const std::byte* paged, std::byte* rows) {
+namespace {
+
+// Calls `move(paged offset, rows offset)` for every row.
+template <class Move>
+void for_each_row(const Layout& layout, Move move) {
   for (std::int64_t i = 0; i < layout.length; ++i) {
     std::size_t place = 0;
     std::int64_t in_block = layout.start + i;
@@ -110,13 +114,29 @@ void naive_gather(const Layout& layout, const std::byte* paged, std::byte* rows)
       ++place;
     }
     for (std::int64_t layer = 0; layer < layout.paged.num_layers; ++layer) {
-      const std::byte* from = paged + layout.block_ids[place] * layout.paged.block_stride +
-                              layer * layout.paged.layer_stride +
-                              in_block * layout.paged.token_stride;
-      std::byte* to = rows + i * layout.rows.token_stride + layer * layout.rows.layer_stride;
-      for (std::int64_t byte = 0; byte < layout.paged.row_bytes; ++byte) to[byte] = from[byte];
+      move(layout.block_ids[place] * layout.paged.block_stride +
+               layer * layout.paged.layer_stride + in_block * layout.paged.token_stride,
+           i * layout.rows.token_stride + layer * layout.rows.layer_stride);
     }
   }
+}
+
+void copy_bytes(const std::byte* from, std::byte* to, std::int64_t bytes) {
+  for (std::int64_t byte = 0; byte < bytes; ++byte) to[byte] = from[byte];
+}
+
+}  // namespace
+
+void naive_gather(const Layout& layout, const std::byte* paged, std::byte* rows) {
+  for_each_row(layout, [&](std::int64_t scattered, std::int64_t packed) {
+    copy_bytes(paged + scattered, rows + packed, layout.paged.row_bytes);
+  });
+}
+
+void naive_scatter(const Layout& layout, std::byte* paged, const std::byte* rows) {
+  for_each_row(layout, [&](std::int64_t scattered, std::int64_t packed) {
+    copy_bytes(rows + packed, paged + scattered, layout.paged.row_bytes);
+  });
 }
 
 }  // namespace hscache::test

@@ -73,5 +73,7 @@ Layout draw_layout(Random& random, std::int64_t unit, std::int64_t max_row_units
 
 // The gather one row at a time, in its own arithmetic.
 void naive_gather(const Layout& layout, const std::byte* paged, std::byte* rows);
+// And the scatter.
+void naive_scatter(const Layout& layout, std::byte* paged, const std::byte* rows);
 
 }  // namespace hscache::test

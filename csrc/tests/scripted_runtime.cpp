@@ -4,8 +4,7 @@
 #include <stdexcept>
 #include <utility>
 
-#include "core/copy_plan.h"
-#include "core/host_copy.h"
+#include "core/move_rows.h"
 
 namespace hscache::test {
 struct Script::ScriptedEvent final : Event {
@@ -35,7 +34,8 @@ struct Script::ScriptedStream final : Stream {
     operation.waits_for = std::static_pointer_cast<ScriptedEvent>(event);
     queue->push_back(std::move(operation));
   }
-  void gather(const RowsTask& task) override {
+  void move_rows(Direction direction, const RowsTask& task) override {
+    if (direction != Direction::kGather) throw std::logic_error("not scripted");
     const std::lock_guard lock(script->mutex_);
     Operation operation;
     operation.copies = true;
@@ -47,7 +47,6 @@ struct Script::ScriptedStream final : Stream {
     queue->push_back(std::move(operation));
     script->take_fault(Call::kCopy);
   }
-  void scatter(const RowsTask&) override { throw std::logic_error("not scripted"); }
   void copy_to_device(std::span<const Copy>) override { throw std::logic_error("not scripted"); }
   void copy_to_host(std::span<const Copy>) override { throw std::logic_error("not scripted"); }
   std::shared_ptr<Event> record() override {
@@ -121,12 +120,7 @@ bool Script::step(Queue& stream, bool past_waits) {
   const Operation& next = stream.front();
   if (next.waits_for && !next.waits_for->complete && !past_waits) return false;
   if (next.copies) {
-    const RowsTask& task = next.task;
-    const std::int64_t blocks =
-        (task.start + task.length + task.paged.block_size - 1) / task.paged.block_size;
-    const BlockTable table{std::span(task.block_ids, static_cast<std::size_t>(blocks))};
-    copy_to_rows(task.paged, task.rows,
-                 plan_copy(task.paged, table, task.start, task.length, task.rows));
+    hscache::move_rows(Direction::kGather, next.task);
     bytes_outstanding_ -= next.bytes();
   }
   if (next.completes) next.completes->complete = true;

@@ -1,0 +1,148 @@
+#include "bindings/op_arguments.h"
+
+#include <span>
+#include <stdexcept>
+#include <string>
+
+namespace hscache::ops {
+namespace {
+
+std::string shape_of(const Tensor& tensor) {
+  std::string text = "[";
+  for (std::int64_t i = 0; i < tensor.dim(); ++i) {
+    text += (i > 0 ? ", " : "") + std::to_string(tensor.size(i));
+  }
+  return text + "]";
+}
+
+std::string dtype_name(ScalarType dtype) { return torch::headeronly::toString(dtype); }
+
+bool same_device(const Tensor& a, const Tensor& b) {
+  return a.is_cpu() == b.is_cpu() && a.get_device_index() == b.get_device_index();
+}
+
+void check_hidden(const Tensor& tensor, const char* name) {
+  const std::int64_t last = tensor.dim() - 1;
+  if (tensor.stride(last) != 1 && tensor.size(last) > 1) {
+    throw std::invalid_argument(std::string(name) + "'s last dimension has stride " +
+                                std::to_string(tensor.stride(last)) +
+                                ", must be contiguous (stride 1): pass the tensor itself or a view "
+                                "that keeps hidden last");
+  }
+}
+
+Element element_of(ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::Float:
+      return Element::kFloat32;
+    case ScalarType::Half:
+      return Element::kFloat16;
+    case ScalarType::BFloat16:
+      return Element::kBFloat16;
+    case ScalarType::Float8_e4m3fn:
+      return Element::kFloat8;
+    default:
+      return Element::kAny;
+  }
+}
+
+}  // namespace
+
+PagedView paged_view(const Tensor& paged) {
+  if (paged.dim() != 4) {
+    throw std::invalid_argument("paged has shape " + shape_of(paged) +
+                                ", must be [num_blocks, num_layers, block_size, hidden]");
+  }
+  const auto item = static_cast<std::int64_t>(paged.element_size());
+  if (item > 8) {
+    throw std::invalid_argument("paged has elements of " + std::to_string(item) +
+                                " bytes, the operator takes dtypes of 1, 2, 4 or 8 bytes: view it "
+                                "as a real dtype");
+  }
+  if (paged.size(3) < 1) {
+    throw std::invalid_argument("paged has shape " + shape_of(paged) +
+                                ": hidden must be 1 or more");
+  }
+  check_hidden(paged, "paged");
+  return {.data = static_cast<std::byte*>(paged.data_ptr()),
+          .num_blocks = paged.size(0),
+          .num_layers = paged.size(1),
+          .block_size = paged.size(2),
+          .row_bytes = paged.size(3) * item,
+          .block_stride = paged.stride(0) * item,
+          .layer_stride = paged.stride(1) * item,
+          .token_stride = paged.stride(2) * item};
+}
+
+RowsView rows_view(const Tensor& rows, const Tensor& paged) {
+  if (rows.dim() != 3 || rows.size(1) != paged.size(1) || rows.size(2) != paged.size(3)) {
+    throw std::invalid_argument(
+        "rows has shape " + shape_of(rows) + ", must be [tokens, " + std::to_string(paged.size(1)) +
+        ", " + std::to_string(paged.size(3)) + "] for paged of shape " + shape_of(paged));
+  }
+  if (!same_device(rows, paged)) {
+    throw std::invalid_argument(
+        "rows and paged are on different devices: move rows to paged's device");
+  }
+  check_hidden(rows, "rows");
+  const auto item = static_cast<std::int64_t>(rows.element_size());
+  return {static_cast<std::byte*>(rows.data_ptr()), rows.stride(0) * item, rows.stride(1) * item};
+}
+
+BlockTable block_table(const Tensor& ids, const char* name) {
+  if (ids.dim() != 1) {
+    throw std::invalid_argument(std::string(name) + " has shape " + shape_of(ids) +
+                                ", must be one-dimensional");
+  }
+  const auto count = static_cast<std::size_t>(ids.size(0));
+  switch (ids.scalar_type()) {
+    case ScalarType::Long:
+      return BlockTable{std::span(static_cast<const std::int64_t*>(ids.data_ptr()), count)};
+    case ScalarType::Int:
+      return BlockTable{std::span(static_cast<const std::int32_t*>(ids.data_ptr()), count)};
+    default:
+      throw std::invalid_argument(std::string(name) + " has dtype " +
+                                  dtype_name(ids.scalar_type()) +
+                                  ", must be int32 or int64: convert it with .to(torch.int64)");
+  }
+}
+
+Conversion conversion(const Tensor& paged, ScalarType rows, const std::optional<Tensor>& scales,
+                      std::int64_t tokens, const char* scales_name) {
+  const std::string name = scales_name;
+  const ScalarType stored = paged.scalar_type();
+  const bool one_is_float8 =
+      (stored == ScalarType::Float8_e4m3fn) != (rows == ScalarType::Float8_e4m3fn);
+  if (scales.has_value() && !one_is_float8) {
+    throw std::invalid_argument(name + " is given, but rows of " + dtype_name(rows) +
+                                " and a paged cache of " + dtype_name(stored) +
+                                " need none: leave it out");
+  }
+  if (stored == rows) return {};
+  Conversion found{.paged = element_of(stored), .rows = element_of(rows)};
+  if (found.paged == Element::kAny || found.rows == Element::kAny) {
+    throw std::invalid_argument(
+        "rows of " + dtype_name(rows) + " and a paged cache of " + dtype_name(stored) +
+        ": conversion is between float32, float16, bfloat16 and float8_e4m3fn only; use the "
+        "cache's dtype and convert the rows");
+  }
+  if (!one_is_float8) return found;
+  if (!scales.has_value()) {
+    throw std::invalid_argument(name +
+                                " is missing: float8 rows have one float32 scale each, pass "
+                                "a tensor of shape [tokens, num_layers]");
+  }
+  if (scales->dim() != 2 || scales->size(0) != tokens || scales->size(1) != paged.size(1) ||
+      scales->scalar_type() != ScalarType::Float || !same_device(*scales, paged)) {
+    throw std::invalid_argument(name + " has shape " + shape_of(*scales) + " and dtype " +
+                                dtype_name(scales->scalar_type()) + ", must be [" +
+                                std::to_string(tokens) + ", " + std::to_string(paged.size(1)) +
+                                "] float32 on paged's device");
+  }
+  found.scales = static_cast<float*>(scales->data_ptr());
+  found.scale_token_stride = scales->stride(0);
+  found.scale_layer_stride = scales->stride(1);
+  return found;
+}
+
+}  // namespace hscache::ops
