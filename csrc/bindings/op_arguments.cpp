@@ -26,7 +26,7 @@ void check_hidden(const Tensor& tensor, const char* name) {
   if (tensor.stride(last) != 1 && tensor.size(last) > 1) {
     throw std::invalid_argument(std::string(name) + "'s last dimension has stride " +
                                 std::to_string(tensor.stride(last)) +
-                                ", must be contiguous (stride 1): pass the tensor itself or a view "
+                                ", must be contiguous (stride 1): pass the whole tensor or a view "
                                 "that keeps hidden last");
   }
 }
@@ -107,26 +107,37 @@ BlockTable block_table(const Tensor& ids, const char* name) {
   }
 }
 
-Conversion conversion(const Tensor& paged, ScalarType rows, const std::optional<Tensor>& scales,
-                      std::int64_t tokens, const char* scales_name) {
+std::optional<ScalarType> other_dtype(const Tensor& rows, const Tensor& paged) {
+  // As torch's own numbers: its stable ABI has no name for some dtypes that are moved bit for bit.
+  std::int32_t ours = 0;
+  std::int32_t stored = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(rows.get(), &ours));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(paged.get(), &stored));
+  return ours == stored ? std::nullopt : std::optional(rows.scalar_type());
+}
+
+Conversion conversion(const Tensor& paged, std::optional<ScalarType> rows_dtype,
+                      const std::optional<Tensor>& scales, std::int64_t tokens,
+                      const char* scales_name) {
   const std::string name = scales_name;
-  const ScalarType stored = paged.scalar_type();
-  const bool one_is_float8 =
-      (stored == ScalarType::Float8_e4m3fn) != (rows == ScalarType::Float8_e4m3fn);
-  if (scales.has_value() && !one_is_float8) {
-    throw std::invalid_argument(name + " is given, but rows of " + dtype_name(rows) +
-                                " and a paged cache of " + dtype_name(stored) +
-                                " need none: leave it out");
+  const bool same = !rows_dtype.has_value() || *rows_dtype == paged.scalar_type();
+  if (scales.has_value() && (same || *rows_dtype != ScalarType::Float8_e4m3fn)) {
+    throw std::invalid_argument(name +
+                                " is given, but only rows of float8_e4m3fn and a paged cache "
+                                "of another dtype need it: leave it out");
   }
-  if (stored == rows) return {};
+  if (same) return {};
+  const ScalarType rows = *rows_dtype;
+  const ScalarType stored = paged.scalar_type();
   Conversion found{.paged = element_of(stored), .rows = element_of(rows)};
-  if (found.paged == Element::kAny || found.rows == Element::kAny) {
+  if (found.paged == Element::kAny || found.rows == Element::kAny ||
+      found.paged == Element::kFloat8) {
     throw std::invalid_argument(
         "rows of " + dtype_name(rows) + " and a paged cache of " + dtype_name(stored) +
-        ": conversion is between float32, float16, bfloat16 and float8_e4m3fn only; use the "
-        "cache's dtype and convert the rows");
+        ": caches of float32, float16 and bfloat16 are converted to and from rows of these and of "
+        "float8_e4m3fn; use the cache's dtype and convert the rows");
   }
-  if (!one_is_float8) return found;
+  if (found.rows != Element::kFloat8) return found;
   if (!scales.has_value()) {
     throw std::invalid_argument(name +
                                 " is missing: float8 rows have one float32 scale each, pass "

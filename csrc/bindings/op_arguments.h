@@ -24,10 +24,14 @@ RowsView rows_view(const Tensor& rows, const Tensor& paged);
 // One-dimensional int32 or int64, contiguous.
 BlockTable block_table(const Tensor& ids, const char* name);
 
-// What it takes between the paged tensor's elements and rows of `rows`: nothing where they are the
-// same. `scales` are `[tokens, num_layers]` float32, given where, and only where, one side alone is
-// float8_e4m3fn.
-Conversion conversion(const Tensor& paged, ScalarType rows, const std::optional<Tensor>& scales,
-                      std::int64_t tokens, const char* scales_name);
+// The rows' dtype where it is another than the paged tensor's.
+std::optional<ScalarType> other_dtype(const Tensor& rows, const Tensor& paged);
+
+// What it takes between the paged tensor's elements and rows of another dtype: nothing where there
+// is none. `scales` are `[tokens, num_layers]` float32, given where, and only where, the rows alone
+// are float8_e4m3fn: a paged cache has no place for scales.
+Conversion conversion(const Tensor& paged, std::optional<ScalarType> rows,
+                      const std::optional<Tensor>& scales, std::int64_t tokens,
+                      const char* scales_name);
 
 }  // namespace hscache::ops

@@ -61,10 +61,9 @@ Tensor gather(const Tensor& paged, const Tensor& ids, const char* name, std::int
               const std::optional<Tensor>& scales_out) {
   RowsTask task{.paged = paged_view(paged)};
   const auto tokens = Backend::tokens(task.paged, paged, ids, name, start, length, slots);
-  const ScalarType rows_dtype = dtype.value_or(paged.scalar_type());
-  task.conversion = conversion(paged, rows_dtype, scales_out, length, "scales_out");
+  task.conversion = conversion(paged, dtype, scales_out, length, "scales_out");
   Tensor out =
-      torch::stable::new_empty(paged, {length, task.paged.num_layers, paged.size(3)}, rows_dtype);
+      torch::stable::new_empty(paged, {length, task.paged.num_layers, paged.size(3)}, dtype);
   if (length == 0 || task.paged.num_layers == 0) return out;
   task.tokens = tokens.map;
   task.length = length;
@@ -81,14 +80,20 @@ void scatter(const Tensor& paged, const Tensor& ids, const char* name, std::int6
   task.length = rows.size(0);
   const auto tokens = Backend::tokens(task.paged, paged, ids, name, start, task.length, slots);
   task.tokens = tokens.map;
-  task.conversion = conversion(paged, rows.scalar_type(), scales, task.length, "scales");
+  task.conversion = conversion(paged, other_dtype(rows, paged), scales, task.length, "scales");
   if (task.length == 0 || task.paged.num_layers == 0) return;
   Backend::move(Direction::kScatter, task, paged);
 }
 
 template <class Backend>
 Tensor gather_paged(Tensor paged, Tensor block_ids, std::int64_t start, std::int64_t length,
-                    std::optional<ScalarType> dtype, std::optional<Tensor> scales_out) {
+                    std::optional<ScalarType> dtype) {
+  return gather<Backend>(paged, block_ids, "block_ids", start, length, false, dtype, std::nullopt);
+}
+
+template <class Backend>
+Tensor gather_paged_scaled(Tensor paged, Tensor block_ids, std::int64_t start, std::int64_t length,
+                           ScalarType dtype, Tensor scales_out) {
   return gather<Backend>(paged, block_ids, "block_ids", start, length, false, dtype, scales_out);
 }
 
@@ -98,11 +103,20 @@ void scatter_paged(Tensor paged, Tensor block_ids, std::int64_t start, Tensor ro
   scatter<Backend>(paged, block_ids, "block_ids", start, false, rows, scales);
 }
 
+std::int64_t tokens_of(const Tensor& slot_mapping) {
+  return slot_mapping.dim() == 1 ? slot_mapping.size(0) : 0;  // other shapes are refused later
+}
+
 template <class Backend>
-Tensor gather_slots(Tensor paged, Tensor slot_mapping, std::optional<ScalarType> dtype,
-                    std::optional<Tensor> scales_out) {
-  const std::int64_t length = slot_mapping.dim() == 1 ? slot_mapping.size(0) : 0;
-  return gather<Backend>(paged, slot_mapping, "slot_mapping", 0, length, true, dtype, scales_out);
+Tensor gather_slots(Tensor paged, Tensor slot_mapping, std::optional<ScalarType> dtype) {
+  return gather<Backend>(paged, slot_mapping, "slot_mapping", 0, tokens_of(slot_mapping), true,
+                         dtype, std::nullopt);
+}
+
+template <class Backend>
+Tensor gather_slots_scaled(Tensor paged, Tensor slot_mapping, ScalarType dtype, Tensor scales_out) {
+  return gather<Backend>(paged, slot_mapping, "slot_mapping", 0, tokens_of(slot_mapping), true,
+                         dtype, scales_out);
 }
 
 template <class Backend>
@@ -113,24 +127,33 @@ void write_slots(Tensor paged, Tensor slot_mapping, Tensor rows, std::optional<T
 }  // namespace
 }  // namespace hscache::ops
 
+// Scales come as an overload: an optional argument that is written would have torch.compile take
+// every gather for one that writes.
 #define HSCACHE_SCHEMAS(library)                                                                  \
   (library).def(                                                                                  \
       "gather_paged(Tensor paged, Tensor block_ids, SymInt start, SymInt length, "                \
-      "ScalarType? dtype=None, *, Tensor(a!)? scales_out=None) -> Tensor");                       \
+      "ScalarType? dtype=None) -> Tensor");                                                       \
+  (library).def(                                                                                  \
+      "gather_paged.scaled(Tensor paged, Tensor block_ids, SymInt start, SymInt length, "         \
+      "ScalarType dtype, *, Tensor(a!) scales_out) -> Tensor");                                   \
   (library).def(                                                                                  \
       "scatter_paged_(Tensor(a!) paged, Tensor block_ids, SymInt start, Tensor rows, *, "         \
       "Tensor? scales=None) -> ()");                                                              \
   (library).def(                                                                                  \
-      "gather_slots(Tensor paged, Tensor slot_mapping, ScalarType? dtype=None, *, "               \
-      "Tensor(a!)? scales_out=None) -> Tensor");                                                  \
+      "gather_slots(Tensor paged, Tensor slot_mapping, ScalarType? dtype=None) -> Tensor");       \
+  (library).def(                                                                                  \
+      "gather_slots.scaled(Tensor paged, Tensor slot_mapping, ScalarType dtype, *, "              \
+      "Tensor(a!) scales_out) -> Tensor");                                                        \
   (library).def(                                                                                  \
       "write_slots_(Tensor(a!) paged, Tensor slot_mapping, Tensor rows, *, Tensor? scales=None) " \
       "-> ()")
 
-#define HSCACHE_IMPLEMENTATIONS(library, Backend)                                     \
-  (library).impl("gather_paged", TORCH_BOX(&hscache::ops::gather_paged<Backend>));    \
-  (library).impl("scatter_paged_", TORCH_BOX(&hscache::ops::scatter_paged<Backend>)); \
-  (library).impl("gather_slots", TORCH_BOX(&hscache::ops::gather_slots<Backend>));    \
+#define HSCACHE_IMPLEMENTATIONS(library, Backend)                                                \
+  (library).impl("gather_paged", TORCH_BOX(&hscache::ops::gather_paged<Backend>));               \
+  (library).impl("gather_paged.scaled", TORCH_BOX(&hscache::ops::gather_paged_scaled<Backend>)); \
+  (library).impl("scatter_paged_", TORCH_BOX(&hscache::ops::scatter_paged<Backend>));            \
+  (library).impl("gather_slots", TORCH_BOX(&hscache::ops::gather_slots<Backend>));               \
+  (library).impl("gather_slots.scaled", TORCH_BOX(&hscache::ops::gather_slots_scaled<Backend>)); \
   (library).impl("write_slots_", TORCH_BOX(&hscache::ops::write_slots<Backend>))
 
 #if defined(HSCACHE_OPS_ON_HOST)

@@ -10,9 +10,6 @@ namespace {
 // Longer waits have no limit: clocks cannot count to their end.
 constexpr std::chrono::duration<double> kLongestWait{1e9};
 
-constexpr const char* kForked =
-    "the transfer belongs to the parent process: open a store after fork(), not before";
-
 }  // namespace
 
 Ticket::Ticket() : owner_pid_(getpid()) {}

@@ -10,6 +10,10 @@
 
 namespace hscache {
 
+// What the child of a fork() is told about its parent's engine.
+inline constexpr const char* kForked =
+    "the transfer engine belongs to the parent process: open a store after fork(), not before";
+
 // A transfer in flight. Thread-safe. After fork() one that was pending counts as failed in the
 // child, because nobody there ends it.
 class Ticket {

@@ -28,9 +28,6 @@ constexpr std::int64_t kRegions = 4;
 // Block ids that one step may need; a step covers fewer tokens where blocks are short.
 constexpr std::int64_t kRegionIds = 4096;
 
-constexpr const char* kForked =
-    "the transfer engine belongs to the parent process: open a store after fork(), not before";
-
 // Rows that one step takes where the device reaches host memory: enough to hide what a step costs,
 // few enough to share a long piece among lanes.
 constexpr std::int64_t kDirectBytes = 4 << 20;

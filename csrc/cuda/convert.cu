@@ -192,8 +192,9 @@ cudaError_t launch_between(Direction direction, const RowsTask& task, cudaStream
                        divides(alignof(Vector<Rows>), task.rows.data,
                                {task.rows.token_stride, task.rows.layer_stride});
   const bool gathers = direction == Direction::kGather;
-  return launch(gathers ? convert_kernel<Paged, Rows> : convert_kernel<Rows, Paged>,
-                grid_for(task, max_blocks), dim3(kThreads), stream, task, gathers, vectors);
+  return launch_collective(gathers ? convert_kernel<Paged, Rows> : convert_kernel<Rows, Paged>,
+                           grid_for(task, max_blocks), dim3(kThreads), stream, task, gathers,
+                           vectors);
 }
 
 template <class Paged>

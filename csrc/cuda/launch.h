@@ -6,7 +6,6 @@
 
 #include <array>
 #include <cstddef>
-#include <tuple>
 #include <type_traits>
 
 #if !defined(__CUDACC__)
@@ -15,22 +14,39 @@
 
 namespace hscache::cuda {
 
-// Launches `kernel` with arguments of exactly its parameter types.
+namespace detail {
+
+template <class... Parameters>
+cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, cudaStream_t stream,
+                   Parameters... arguments) {
+  static_assert((std::is_trivially_copyable_v<Parameters> && ...));
+  std::array<void*, sizeof...(Parameters)> pointers{static_cast<void*>(&arguments)...};
+  return cudaLaunchKernel(reinterpret_cast<const void*>(kernel), grid, block, pointers.data(), 0,
+                          stream);
+}
+
+}  // namespace detail
+
+// Launches `kernel` with arguments of exactly its parameter types. On the host its threads run one
+// after the other.
 template <class... Parameters>
 cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, cudaStream_t stream,
                    std::type_identity_t<Parameters>... arguments) {
-  static_assert((std::is_trivially_copyable_v<Parameters> && ...));
 #if !defined(__CUDACC__)
-  host::register_kernel(kernel);  // what the CUDA compiler does by itself
+  host::register_kernel(kernel, false);  // what the CUDA compiler does by itself
 #endif
-  std::tuple<Parameters...> values(arguments...);
-  return std::apply(
-      [&](auto&... value) {
-        std::array<void*, sizeof...(Parameters)> pointers{static_cast<void*>(&value)...};
-        return cudaLaunchKernel(reinterpret_cast<const void*>(kernel), grid, block, pointers.data(),
-                                0, stream);
-      },
-      values);
+  return detail::launch(kernel, grid, block, stream, arguments...);
+}
+
+// The same for a kernel whose threads talk to each other by shuffles, votes or barriers: on the
+// host each of them gets a stack of its own. On the device there is no difference.
+template <class... Parameters>
+cudaError_t launch_collective(void (*kernel)(Parameters...), dim3 grid, dim3 block,
+                              cudaStream_t stream, std::type_identity_t<Parameters>... arguments) {
+#if !defined(__CUDACC__)
+  host::register_kernel(kernel, true);
+#endif
+  return detail::launch(kernel, grid, block, stream, arguments...);
 }
 
 }  // namespace hscache::cuda

@@ -484,14 +484,14 @@ cudaError_t cudaLaunchKernel(const void* kernel, dim3 grid, dim3 block, void** a
   }
   // Arguments are read now, what they point to when the kernel runs.
   const auto bound = bind_arguments(kernel, arguments);
-  if (bound == nullptr) return world->last_error = cudaErrorInvalidDeviceFunction;
+  if (!bound.run_thread) return world->last_error = cudaErrorInvalidDeviceFunction;
   std::vector<unsigned> blocks(grid.x);
   std::iota(blocks.begin(), blocks.end(), 0U);
   std::shuffle(blocks.begin(), blocks.end(), world->random);
   Operation operation;
   for (const unsigned index : blocks) {
-    const bool backwards = draw(2) == 0;
-    operation.pieces.push_back([=] { run_block(bound, index, grid, block, backwards); });
+    const std::uint64_t order = world->random();
+    operation.pieces.push_back([=] { run_block(bound, index, grid, block, order); });
   }
   push(stream, std::move(operation));
   return cudaSuccess;

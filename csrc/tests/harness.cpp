@@ -1,8 +1,14 @@
 #include "tests/harness.h"
 
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <cstdio>
 #include <exception>
 #include <mutex>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
 namespace hscache::test {
@@ -45,6 +51,36 @@ bool check_throws(const std::type_info& error, std::string_view fragment, void (
     instead = std::string("threw ") + typeid(thrown).name() + ": " + text;
   }
   report_failure(file, line, instead);
+  return false;
+}
+
+bool check_dies(std::string_view fragment, void (*run)(void*), void* context, const char* file,
+                int line) {
+  int ends[2];
+  if (pipe(ends) != 0) throw std::runtime_error("no pipe for a child");
+  std::fflush(stdout);
+  const pid_t child = fork();
+  if (child == 0) {
+    dup2(ends[1], STDERR_FILENO);
+    run(context);
+    _exit(0);
+  }
+  close(ends[1]);
+  std::string printed;
+  char part[512];
+  for (ssize_t got = 0; (got = read(ends[0], part, sizeof(part))) > 0;) {
+    printed.append(part, static_cast<std::size_t>(got));
+  }
+  close(ends[0]);
+  int status = 0;
+  waitpid(child, &status, 0);
+  const bool aborted = WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT;
+  if (aborted && printed.find(fragment) != std::string::npos) return true;
+  report_failure(
+      file, line,
+      (aborted ? "died and printed: "
+               : "did not abort (status " + std::to_string(status) + "), but printed: ") +
+          printed);
   return false;
 }
 

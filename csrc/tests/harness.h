@@ -46,6 +46,15 @@ bool check_throws(const std::type_info& error, std::string_view fragment, Run ru
       error, fragment, [](void* self) { (*static_cast<Run*>(self))(); }, &run, file, line);
 }
 
+// Whether `run(context)` ends its process by abort() after printing `fragment`. It runs in a child.
+bool check_dies(std::string_view fragment, void (*run)(void*), void* context, const char* file,
+                int line);
+
+template <class Run>
+bool check_dies(std::string_view fragment, Run run, const char* file, int line) {
+  return check_dies(fragment, [](void* self) { (*static_cast<Run*>(self))(); }, &run, file, line);
+}
+
 }  // namespace hscache::test
 
 #define TEST(subject, name)                                                                    \
@@ -59,5 +68,7 @@ bool check_throws(const std::type_info& error, std::string_view fragment, Run ru
 #define CHECK_EQ(a, b) hscache::test::check_equal((a), (b), __FILE__, __LINE__, #a " == " #b)
 #define CHECK_THROWS(Error, fragment, ...) \
   hscache::test::check_throws(typeid(Error), fragment, [&] { __VA_ARGS__; }, __FILE__, __LINE__)
+#define CHECK_DIES(fragment, ...) \
+  hscache::test::check_dies(fragment, [&] { __VA_ARGS__; }, __FILE__, __LINE__)
 #define REQUIRE(condition) \
   if (!CHECK(condition)) throw std::runtime_error("the test cannot go on")

@@ -1,15 +1,21 @@
-// What a kernel needs to compile as plain C++ and run on the host, one thread after the other.
-// Included by cuda/launch.h where no CUDA compiler is at work. Kernels whose threads talk to each
-// other (shared memory, barriers, shuffles) do not compile here.
+// What a kernel needs to compile as plain C++ and run on the host. Included by cuda/launch.h where
+// no CUDA compiler is at work.
+//
+// The threads of a kernel run one after the other. Where they talk to each other (shuffles, votes,
+// barriers) the kernel is launched with launch_collective(), and each thread gets a stack of its
+// own: threads that could go on do so in random order. A barrier that not all of its threads reach
+// ends the process and says who waits for whom. Kernels with shared memory do not compile here.
 #pragma once
 
 #include <cuda_runtime.h>
 #include <math.h>  // nvcc brings it along: without it, host builds would hide a missing include
 
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 
 #undef __launch_bounds__
@@ -33,28 +39,97 @@ struct Running {
 };
 extern Running running;
 
-// A kernel with its arguments, as they were when it was launched; runs one thread.
-using Bound = std::function<void()>;
+// Runs one thread of a kernel with arguments as they were when it was launched.
+using ThreadRunner = std::function<void()>;
+struct Bound {
+  ThreadRunner run_thread;  // null for a kernel that was never registered
+  bool collective = false;  // its threads talk to each other
+};
 // Makes one of the arguments that the pointers point to.
-using Binder = Bound (*)(const void* kernel, void** arguments);
+using Binder = ThreadRunner (*)(const void* kernel, void** arguments);
 
-void register_kernel(const void* kernel, Binder binder);
+void register_kernel(const void* kernel, Binder binder, bool collective);
 
 template <class... Parameters>
-void register_kernel(void (*kernel)(Parameters...)) {
-  register_kernel(reinterpret_cast<const void*>(kernel), [](const void* self, void** arguments) {
-    return [&]<std::size_t... I>(std::index_sequence<I...>) -> Bound {
+void register_kernel(void (*kernel)(Parameters...), bool collective) {
+  const Binder binder = [](const void* self, void** arguments) {
+    return [&]<std::size_t... I>(std::index_sequence<I...>) -> ThreadRunner {
       return [call = reinterpret_cast<void (*)(Parameters...)>(const_cast<void*>(self)),
               values = std::tuple<Parameters...>(*static_cast<Parameters*>(arguments[I])...)] {
         std::apply(call, values);
       };
     }(std::index_sequence_for<Parameters...>{});
-  });
+  };
+  register_kernel(reinterpret_cast<const void*>(kernel), binder, collective);
 }
 
-// Null for a kernel that was never registered.
 Bound bind_arguments(const void* kernel, void** arguments);
-// Runs the threads of one block, one after the other.
-void run_block(const Bound& kernel, unsigned index, dim3 grid, dim3 block, bool backwards);
+// Runs the threads of one block in an order drawn from the seed.
+void run_block(const Bound& kernel, unsigned index, dim3 grid, dim3 block, std::uint64_t seed);
+
+// What one thread brings to where threads of its warp meet, and what it takes away.
+struct Meeting {
+  enum class Kind { kShuffle, kBallot, kWarpBarrier, kBlockBarrier };
+
+  const char* call = "";
+  Kind kind = Kind::kWarpBarrier;
+  unsigned mask = 0;        // lanes that meet
+  std::uint64_t value = 0;  // a shuffle's bits, a vote
+  unsigned source = 0;      // the lane that a shuffle reads
+};
+std::uint64_t meet(const Meeting& meeting);
+
+template <class T>
+T shuffle(const char* call, unsigned mask, T value, unsigned source) {
+  static_assert(std::is_same_v<T, float> || std::is_same_v<T, int> || std::is_same_v<T, unsigned>);
+  const auto bits = std::bit_cast<std::uint32_t>(value);
+  const std::uint64_t answer = meet({call, Meeting::Kind::kShuffle, mask, bits, source});
+  return std::bit_cast<T>(static_cast<std::uint32_t>(answer));
+}
+
+inline unsigned lane() { return running.thread.x % 32; }
 
 }  // namespace hscache::cuda::host
+
+// One thread runs at a time, and what it wrote is there.
+inline unsigned atomicAdd(unsigned* address, unsigned value) {
+  return std::exchange(*address, *address + value);
+}
+inline void __threadfence_system() {}
+
+// As in the CUDA programming guide, "Warp Shuffle Functions" and after, and stricter: every lane
+// that is named must come, while CUDA lets those go that have ended.
+template <class T>
+T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = 32) {
+  const unsigned lane = hscache::cuda::host::lane();
+  const unsigned source = (lane ^ static_cast<unsigned>(lane_mask)) % 32;
+  // Groups of `width` lanes may read from those before them, not from those behind.
+  const unsigned last = lane | static_cast<unsigned>(width - 1);
+  return hscache::cuda::host::shuffle("__shfl_xor_sync", mask, value,
+                                      source > last ? lane : source);
+}
+template <class T>
+T __shfl_sync(unsigned mask, T value, int from, int width = 32) {
+  const auto inside = static_cast<unsigned>(width - 1);
+  const unsigned source =
+      (hscache::cuda::host::lane() & ~inside) | (static_cast<unsigned>(from) & inside);
+  return hscache::cuda::host::shuffle("__shfl_sync", mask, value, source);
+}
+inline unsigned __ballot_sync(unsigned mask, int predicate) {
+  using hscache::cuda::host::Meeting;
+  return static_cast<unsigned>(hscache::cuda::host::meet(
+      {"__ballot_sync", Meeting::Kind::kBallot, mask, predicate != 0 ? 1U : 0U, 0}));
+}
+inline int __any_sync(unsigned mask, int predicate) {
+  using hscache::cuda::host::Meeting;
+  return hscache::cuda::host::meet(
+             {"__any_sync", Meeting::Kind::kBallot, mask, predicate != 0 ? 1U : 0U, 0}) != 0;
+}
+inline void __syncwarp(unsigned mask = 0xFFFFFFFFU) {
+  using hscache::cuda::host::Meeting;
+  hscache::cuda::host::meet({"__syncwarp", Meeting::Kind::kWarpBarrier, mask, 0, 0});
+}
+inline void __syncthreads() {
+  using hscache::cuda::host::Meeting;
+  hscache::cuda::host::meet({"__syncthreads", Meeting::Kind::kBlockBarrier, 0, 0, 0});
+}

@@ -25,12 +25,12 @@ Launch latest_launch() { return latest; }
 
 }  // namespace hscache::cuda::host
 
-// In place of the runtime's own: blocks in random order, the threads of some of them backwards.
+// In place of the runtime's own: blocks and their threads in random order.
 extern "C" cudaError_t cudaLaunchKernel(const void* kernel, dim3 grid, dim3 block, void** arguments,
                                         std::size_t shared_bytes, cudaStream_t stream) {
   using namespace hscache::cuda::host;
   const Bound bound = bind_arguments(kernel, arguments);
-  if (bound == nullptr) return cudaErrorInvalidDeviceFunction;
+  if (!bound.run_thread) return cudaErrorInvalidDeviceFunction;
   if (grid.x < 1 || grid.y != 1 || grid.z != 1 || block.x < 1 || block.x > kMostThreads ||
       block.y != 1 || block.z != 1 || shared_bytes != 0) {
     return cudaErrorInvalidConfiguration;
@@ -39,6 +39,6 @@ extern "C" cudaError_t cudaLaunchKernel(const void* kernel, dim3 grid, dim3 bloc
   std::vector<unsigned> blocks;
   for (unsigned i = 0; i < grid.x; ++i) blocks.push_back(i);
   order.shuffle(blocks);
-  for (const unsigned index : blocks) run_block(bound, index, grid, block, order.chance(50));
+  for (const unsigned index : blocks) run_block(bound, index, grid, block, order.bits());
   return cudaSuccess;
 }

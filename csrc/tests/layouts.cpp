@@ -114,8 +114,8 @@ void for_each_row(const Layout& layout, Move move) {
       ++place;
     }
     for (std::int64_t layer = 0; layer < layout.paged.num_layers; ++layer) {
-      move(layout.block_ids[place] * layout.paged.block_stride +
-               layer * layout.paged.layer_stride + in_block * layout.paged.token_stride,
+      move(layout.block_ids[place] * layout.paged.block_stride + layer * layout.paged.layer_stride +
+               in_block * layout.paged.token_stride,
            i * layout.rows.token_stride + layer * layout.rows.layer_stride);
     }
   }

@@ -19,8 +19,8 @@ namespace {
 std::vector<float> many_floats() {
   std::vector<float> values;
   for (std::uint32_t high = 0; high <= 0xFFFF; ++high) {
-    for (const std::uint32_t low : {0x0000U, 0x0001U, 0x0FFFU, 0x1000U, 0x1001U, 0x7FFFU, 0x8000U,
-                                    0x8001U, 0xFFFFU}) {
+    for (const std::uint32_t low :
+         {0x0000U, 0x0001U, 0x0FFFU, 0x1000U, 0x1001U, 0x7FFFU, 0x8000U, 0x8001U, 0xFFFFU}) {
       values.push_back(std::bit_cast<float>(high << 16 | low));
     }
   }
@@ -59,10 +59,9 @@ template <class From, class To>
 void check_conversion(Element from_type, const std::vector<From>& from, Element to_type,
                       float scale) {
   std::vector<To> to(from.size());
-  const bool finite =
-      convert_row(from_type, reinterpret_cast<const std::byte*>(from.data()), to_type,
-                  reinterpret_cast<std::byte*>(to.data()),
-                  static_cast<std::int64_t>(from.size()), &scale);
+  const bool finite = convert_row(from_type, reinterpret_cast<const std::byte*>(from.data()),
+                                  to_type, reinterpret_cast<std::byte*>(to.data()),
+                                  static_cast<std::int64_t>(from.size()), &scale);
   CHECK(!finite);  // everything is among them
   for (std::size_t i = 0; i < from.size(); ++i) {
     const To expected = narrow<To>(widen(from[i]) * scale);
@@ -100,13 +99,14 @@ TEST(row_convert, float8_codes_as_cuda_rounds_them) {
   // A row whose largest element makes the scale 1, so that codes are those of the values.
   std::vector<float> values{448.0F};
   for (const float value : many_floats()) {
-    if (std::isnan(value) || std::isinf(value) || std::fabs(value) <= 448.0F) values.push_back(value);
+    if (std::isnan(value) || std::isinf(value) || std::fabs(value) <= 448.0F)
+      values.push_back(value);
   }
   std::vector<__nv_fp8_e4m3> codes(values.size());
   float scale = 0;
-  const bool finite = convert_row(Element::kFloat32, reinterpret_cast<const std::byte*>(values.data()),
-                                  Element::kFloat8, reinterpret_cast<std::byte*>(codes.data()),
-                                  static_cast<std::int64_t>(values.size()), &scale);
+  const bool finite = convert_row(
+      Element::kFloat32, reinterpret_cast<const std::byte*>(values.data()), Element::kFloat8,
+      reinterpret_cast<std::byte*>(codes.data()), static_cast<std::int64_t>(values.size()), &scale);
   CHECK(!finite);
   CHECK_EQ(scale, 1.0F);
   for (std::size_t i = 0; i < values.size(); ++i) {

@@ -187,8 +187,8 @@ TEST(row_kernels, refuse_negative_start_and_length) {
 
 namespace {
 
-constexpr std::array<Element, 4> kElements{Element::kFloat32, Element::kFloat16,
-                                           Element::kBFloat16, Element::kFloat8};
+constexpr std::array<Element, 4> kElements{Element::kFloat32, Element::kFloat16, Element::kBFloat16,
+                                           Element::kFloat8};
 
 // Paged memory and rows of random layout and random elements, and a token map that may hold padding
 // and bad ids.
@@ -238,8 +238,10 @@ void draw_elements(Random& random, Buffer& buffer, std::int64_t bytes, Element e
 
 void draw_scene(Random& random, Scene& scene, Direction direction, bool converts) {
   RowsTask& task = scene.task;
-  const Element paged = converts ? kElements[static_cast<std::size_t>(random.in(0, 3))] : Element::kAny;
-  const Element rows = converts ? kElements[static_cast<std::size_t>(random.in(0, 3))] : Element::kAny;
+  const Element paged =
+      converts ? kElements[static_cast<std::size_t>(random.in(0, 3))] : Element::kAny;
+  const Element rows =
+      converts ? kElements[static_cast<std::size_t>(random.in(0, 3))] : Element::kAny;
   // Elements of a row: few, or enough for every thread's vectors and a rest.
   const std::int64_t count = random.chance(60) ? random.in(1, 40) : 8 * random.in(1, 80);
   const std::int64_t step = random.pick<std::int64_t>({1, 8, 16});
@@ -266,7 +268,8 @@ void draw_scene(Random& random, Scene& scene, Direction direction, bool converts
   random.shuffle(ids);
   for (std::int64_t& id : ids) {
     if (task.tokens.slots && random.chance(15)) id = -random.in(1, 9);
-    if (checks && random.chance(15)) id = random.pick<std::int64_t>({num_ids, num_ids + 7, 1LL << 40});
+    if (checks && random.chance(15))
+      id = random.pick<std::int64_t>({num_ids, num_ids + 7, 1LL << 40});
     if (checks && !task.tokens.slots && random.chance(5)) id = -1;
   }
   const std::int64_t tokens =
@@ -285,9 +288,11 @@ void draw_scene(Random& random, Scene& scene, Direction direction, bool converts
   scene.rows = Buffer(rows_bytes, random.chance(30) ? element_bytes(rows) : 0);
   if (converts && (paged == Element::kFloat8) != (rows == Element::kFloat8)) {
     task.conversion.scale_layer_stride = random.pick<std::int64_t>({1, task.length});
-    task.conversion.scale_token_stride = task.conversion.scale_layer_stride == 1 ? view.num_layers : 1;
+    task.conversion.scale_token_stride =
+        task.conversion.scale_layer_stride == 1 ? view.num_layers : 1;
     scene.scales.resize(static_cast<std::size_t>(task.length * view.num_layers) + 1);
-    for (float& scale : scene.scales) scale = std::ldexp(1.0F + 0.37F, static_cast<int>(random.in(-20, 20)));
+    for (float& scale : scene.scales)
+      scale = std::ldexp(1.0F + 0.37F, static_cast<int>(random.in(-20, 20)));
   }
   if (converts && random.chance(50)) task.conversion.non_finite_rows = &scene.non_finite;
   if (direction == Direction::kGather) {

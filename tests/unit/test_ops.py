@@ -1,4 +1,4 @@
-"""`torch.ops.hscache.gather_paged` against plain torch indexing, and what it refuses."""
+"""`torch.ops.hscache` against plain torch indexing, what it refuses, and what torch asks of it."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ REFUSALS: dict[str, tuple[type[Exception], str, Callable[[torch.Tensor], torch.T
     ),
     "last dimension not contiguous": (
         ValueError,
-        r"last dimension has stride 8, must be contiguous \(stride 1\): pass the cache itself",
+        r"last dimension has stride 8, must be contiguous \(stride 1\): pass the whole tensor",
         lambda paged: gather(paged.transpose(2, 3), IDS, 0, 1),
     ),
     "every second element": (
@@ -276,26 +276,208 @@ def test_refusals_name_value_limit_and_remedy(case: str) -> None:
     assert type(caught.value) is error
 
 
-@pytest.mark.parametrize("layout", ["contiguous", *strided_views()])
-def test_opcheck(layout: str) -> None:
-    paged = make_paged()
+def scatter(paged: torch.Tensor, rows: torch.Tensor, **scales: torch.Tensor) -> None:
+    torch.ops.hscache.scatter_paged_(paged, IDS, 1, rows, **scales)
+
+
+SLOTS = torch.tensor([17, -1, 4, 23, -7, 0])
+ROWS = torch.arange(10 * LAYERS * HIDDEN).view(10, LAYERS, HIDDEN).float()
+
+MORE_REFUSALS: dict[str, tuple[type[Exception], str, Callable[[torch.Tensor], object]]] = {
+    "rows of another shape": (
+        ValueError,
+        r"rows has shape \[10, 3, 7\], must be \[tokens, 3, 8\] for paged of shape \[6, 3, 4, 8\]",
+        lambda paged: scatter(paged, ROWS[..., 1:]),
+    ),
+    "rows of two dimensions": (
+        ValueError,
+        r"rows has shape \[3, 8\], must be \[tokens, 3, 8\]",
+        lambda paged: scatter(paged, ROWS[0]),
+    ),
+    "rows whose hidden is not contiguous": (
+        ValueError,
+        r"rows's last dimension has stride 3, must be contiguous \(stride 1\): pass the whole",
+        lambda paged: scatter(paged, ROWS.transpose(1, 2).contiguous().transpose(1, 2)),
+    ),
+    "more rows than the table has tokens": (
+        IndexError,
+        r"start 1 and length 20 reach beyond the 12 tokens",
+        lambda paged: scatter(paged, torch.cat([ROWS, ROWS])),
+    ),
+    "a scatter of integers into floats": (
+        ValueError,
+        r"rows of Int and a paged cache of Float: caches of float32, float16 and bfloat16 are .*"
+        r"use the cache's dtype and convert the rows",
+        lambda paged: scatter(paged, ROWS.int()),
+    ),
+    "a gather of floats as integers": (
+        ValueError,
+        r"rows of Long and a paged cache of Float: ",
+        lambda paged: torch.ops.hscache.gather_paged(paged, IDS, 0, 1, torch.int64),
+    ),
+    "a float8 cache as floats": (
+        ValueError,
+        r"rows of Float and a paged cache of Float8_e4m3fn: ",
+        lambda paged: torch.ops.hscache.gather_paged(
+            paged.to(torch.float8_e4m3fn), IDS, 0, 1, torch.float32
+        ),
+    ),
+    "float8 without scales_out": (
+        ValueError,
+        r"scales_out is missing: float8 rows have one float32 scale each, pass a tensor of shape",
+        lambda paged: torch.ops.hscache.gather_paged(paged, IDS, 0, 1, torch.float8_e4m3fn),
+    ),
+    "float8 rows without scales": (
+        ValueError,
+        r"scales is missing: ",
+        lambda paged: scatter(paged, ROWS.to(torch.float8_e4m3fn)),
+    ),
+    "scales that nothing needs": (
+        ValueError,
+        r"scales is given, but only rows of float8_e4m3fn .* need it: leave it out",
+        lambda paged: scatter(paged, ROWS, scales=torch.ones(10, LAYERS)),
+    ),
+    "scales of another shape": (
+        ValueError,
+        r"scales has shape \[10, 2\] and dtype Float, must be \[10, 3\] float32",
+        lambda paged: scatter(paged, ROWS.to(torch.float8_e4m3fn), scales=torch.ones(10, 2)),
+    ),
+    "scales of another dtype": (
+        ValueError,
+        r"scales has shape \[10, 3\] and dtype Double, must be \[10, 3\] float32",
+        lambda paged: scatter(
+            paged, ROWS.to(torch.float8_e4m3fn), scales=torch.ones(10, LAYERS).double()
+        ),
+    ),
+    "a slot outside the cache": (
+        IndexError,
+        r"slot_mapping\[1\] is 24, outside the paged cache's 24 slots \(6 blocks of 4 tokens\): "
+        r"pass slots from 0 to 23, or negative ones for padding",
+        lambda paged: torch.ops.hscache.gather_slots(paged, torch.tensor([3, 24])),
+    ),
+    "a slot mapping of floats": (
+        ValueError,
+        r"slot_mapping has dtype Float, must be int32 or int64",
+        lambda paged: torch.ops.hscache.gather_slots(paged, SLOTS.float()),
+    ),
+    "a slot mapping of two dimensions": (
+        ValueError,
+        r"slot_mapping has shape \[1, 6\], must be one-dimensional",
+        lambda paged: torch.ops.hscache.write_slots_(paged, SLOTS[None], ROWS[:6]),
+    ),
+    "fewer slots than rows": (
+        IndexError,
+        r"start 0 and length 10 reach beyond a slot mapping of 6 tokens: pass a slot for every",
+        lambda paged: torch.ops.hscache.write_slots_(paged, SLOTS, ROWS),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MORE_REFUSALS)
+def test_what_is_refused_is_left_as_it_was(case: str) -> None:
+    error, text, call = MORE_REFUSALS[case]
+    paged = make_paged(torch.int8).float()
+    before = paged.clone()
+    with pytest.raises(error, match=text) as caught:
+        call(paged)
+    assert type(caught.value) is error
+    assert torch.equal(paged, before)
+
+
+def test_padding_reads_as_zeros_and_is_not_written() -> None:
+    paged = make_paged(torch.int8).float()
+    rows = torch.ops.hscache.gather_slots(paged, SLOTS)
+    assert torch.equal(rows[3], paged[5, :, 3])
+    assert torch.equal(rows[1], torch.zeros(LAYERS, HIDDEN))
+    before = paged.clone()
+    torch.ops.hscache.write_slots_(paged, SLOTS, rows + 1)
+    changed = (paged != before).any(-1).any(1).nonzero().tolist()
+    assert changed == [[0, 0], [1, 0], [4, 1], [5, 3]]
+
+
+def test_the_error_of_float8_is_that_of_its_three_bits_of_fraction() -> None:
+    paged = torch.randn(6, 1, 4, 4096, generator=torch.Generator().manual_seed(0))
+    scales = torch.empty(24, 1)
+    codes = torch.ops.hscache.gather_paged(
+        paged, torch.arange(6), 0, 24, torch.float8_e4m3fn, scales_out=scales
+    )
+    back = torch.zeros_like(paged)
+    torch.ops.hscache.scatter_paged_(back, torch.arange(6), 0, codes, scales=scales)
+    normal = paged.abs() > scales.max() * 2**-6  # where the codes have all their bits
+    assert ((back - paged).abs() <= paged.abs() * 2**-4)[normal].all()
+    assert (back - paged).abs().max() <= paged.abs().max() * 2**-4
+
+
+# What torch.library.opcheck calls each operator with.
+CALLS: dict[str, Callable[[torch.Tensor], tuple[tuple[object, ...], dict[str, object]]]] = {
+    "gather_paged": lambda paged: ((paged, IDS, 1, 10), {}),
+    "gather_paged nothing": lambda paged: ((paged, IDS.int(), 0, 0), {}),
+    "gather_paged bfloat16": lambda paged: ((paged, IDS.int(), 1, 10, torch.bfloat16), {}),
+    "gather_paged.scaled": lambda paged: (
+        (paged, IDS, 1, 10, torch.float8_e4m3fn),
+        {"scales_out": torch.zeros(10, LAYERS)},
+    ),
+    "scatter_paged_": lambda paged: ((paged, IDS, 1, ROWS), {}),
+    "scatter_paged_ float16": lambda paged: ((paged, IDS.int(), 1, ROWS.half()), {}),
+    "scatter_paged_ float8": lambda paged: (
+        (paged, IDS, 1, ROWS.to(torch.float8_e4m3fn)),
+        {"scales": torch.ones(10, LAYERS)},
+    ),
+    "gather_slots": lambda paged: ((paged, SLOTS), {}),
+    "gather_slots.scaled": lambda paged: (
+        (paged, SLOTS.int(), torch.float8_e4m3fn),
+        {"scales_out": torch.zeros(6, LAYERS)},
+    ),
+    "write_slots_": lambda paged: ((paged, SLOTS, ROWS[:6]), {}),
+    "write_slots_ bfloat16": lambda paged: ((paged, SLOTS.int(), ROWS[:6].bfloat16()), {}),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("layout", ["contiguous", "token-major", "padded"])
+def test_opcheck(call: str, layout: str) -> None:
+    paged = make_paged(torch.int8).float()
     if layout != "contiguous":
         paged = strided_views()[layout](paged)
-    for ids in (IDS, IDS.int()):
-        for start, length in ((1, 10), (0, 0)):
-            torch.library.opcheck(
-                torch.ops.hscache.gather_paged.default, (paged, ids, start, length)
-            )
+    args, kwargs = CALLS[call](paged)
+    name, _, overload = call.split()[0].partition(".")
+    operator = getattr(getattr(torch.ops.hscache, name), overload or "default")
+    # The check of the schema multiplies its arguments, which torch cannot do with float8.
+    takes_float8 = any(
+        isinstance(arg, torch.Tensor) and arg.dtype == torch.float8_e4m3fn for arg in args
+    )
+    checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(
+        operator, args, kwargs, test_utils=checks if takes_float8 else ("test_schema", *checks)
+    )
 
 
 def doubled(paged: torch.Tensor, ids: torch.Tensor, start: int, length: int) -> torch.Tensor:
     return gather(paged * 2, ids, start, length) + 1
 
 
+def through_all(paged: torch.Tensor, ids: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Reads and writes in turn: an order that a compiler must keep."""
+    rows = hidden_cache.ops.gather_paged(paged, ids, 1, 6, torch.bfloat16) * 2
+    hidden_cache.ops.write_slots_(paged, slots, rows)
+    again = hidden_cache.ops.gather_slots(paged, slots) + 1
+    hidden_cache.ops.scatter_paged_(paged, ids, 2, again)
+    scales = torch.empty(6, LAYERS)
+    codes = hidden_cache.ops.gather_paged(paged, ids, 0, 6, torch.float8_e4m3fn, scales_out=scales)
+    return codes.float() * scales[..., None] + paged.sum()
+
+
 def test_compiles_into_one_graph() -> None:
     compiled = torch.compile(doubled, fullgraph=True, backend="inductor")
     paged = make_paged(torch.int8).float()
     assert torch.equal(compiled(paged, IDS, 1, 10), doubled(paged, IDS, 1, 10))
+
+
+def test_reads_and_writes_keep_their_order_when_compiled() -> None:
+    compiled = torch.compile(through_all, fullgraph=True, backend="inductor")
+    ours, expected = (make_paged(torch.int8).float() for _ in range(2))
+    assert torch.equal(compiled(ours, IDS, SLOTS), through_all(expected, IDS, SLOTS))
+    assert torch.equal(ours, expected)
 
 
 def test_one_graph_serves_every_length() -> None:
@@ -313,6 +495,21 @@ def test_one_graph_serves_every_length() -> None:
     assert graphs == 1
 
 
-def test_the_wrapper_is_the_operator() -> None:
-    paged = make_paged()
-    assert torch.equal(hidden_cache.ops.gather_paged(paged, IDS, 1, 10), gather(paged, IDS, 1, 10))
+@pytest.mark.parametrize("call", CALLS)
+def test_the_wrapper_is_the_operator(call: str) -> None:
+    name = call.split()[0].partition(".")[0]
+    ours, theirs = (make_paged(torch.int8).float() for _ in range(2))
+    args, kwargs = CALLS[call](ours)
+    found = getattr(hidden_cache.ops, name)(*args, **kwargs)
+    args, kwargs = CALLS[call](theirs)
+    expected = getattr(torch.ops.hscache, name)(*args, **kwargs)
+    assert found is expected is None or torch.equal(as_bytes(found), as_bytes(expected))
+    assert torch.equal(ours, theirs)
+
+
+def test_tensors_on_different_devices_are_refused_before_they_run() -> None:
+    paged = make_paged().to("meta")
+    with pytest.raises(ValueError, match="a tensor is on cpu, must be on paged's meta"):
+        torch.ops.hscache.scatter_paged_(paged, IDS, 1, ROWS)
+    with pytest.raises(ValueError, match="the ids are on meta, must be on cpu or the CPU"):
+        gather(make_paged(), IDS.to("meta"), 0, 4)
