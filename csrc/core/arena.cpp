@@ -42,7 +42,9 @@ std::int64_t checked_size(std::int64_t bytes, std::int64_t memory_limit) {
 }  // namespace
 
 Arena::Arena(std::int64_t bytes, std::int64_t memory_limit, HugePages huge_pages)
-    : owner_pid_(getpid()), mapping_(checked_size(bytes, memory_limit), huge_pages) {}
+    : owner_pid_(getpid()),
+      mapping_(checked_size(bytes, memory_limit), huge_pages),
+      extents_(bytes) {}
 
 int Arena::fd() const {
   check_owner();

@@ -9,6 +9,7 @@
 #include <optional>
 #include <string>
 
+#include "core/extent_table.h"
 #include "core/host_mapping.h"
 #include "core/memory.h"
 #include "core/page_touch.h"
@@ -30,8 +31,8 @@ struct ArenaStats {
 // A private, memfd-backed mapping of `bytes` host memory. Pages are backed by the kernel when they
 // are first touched, so that making one takes the same time at any size. Unmapped when it dies.
 //
-// Thread-safe. In a forked child, which shares the memory, everything but data(), bytes() and the
-// destructor throws std::runtime_error.
+// Thread-safe. In a forked child, which shares the memory, everything but data(), bytes(),
+// extents() and the destructor throws std::runtime_error.
 class Arena {
  public:
   // Throws std::invalid_argument when `bytes` is not positive or exceeds `memory_limit` (what the
@@ -64,11 +65,15 @@ class Arena {
 
   ArenaStats stats() const;
 
+  // Which slot pool has which part of it.
+  ExtentTable& extents() { return extents_; }
+
  private:
   void check_owner() const;
 
   const int owner_pid_;
   const HostMapping mapping_;
+  ExtentTable extents_;
   mutable std::mutex mutex_;
   std::optional<int> numa_node_;
   std::string numa_refusal_;
