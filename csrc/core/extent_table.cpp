@@ -16,10 +16,16 @@ ExtentTable::ExtentTable(std::int64_t arena_bytes)
       // A multiple of the least size, so that huge pages are not shared.
       extent_bytes_(
           std::clamp(arena_bytes / kParts / kLeastBytes * kLeastBytes, kLeastBytes, kMostBytes)),
-      owners_(static_cast<std::size_t>((arena_bytes - 1) / extent_bytes_ + 1), nullptr) {}
+      owners_(static_cast<std::size_t>((arena_bytes - 1) / extent_bytes_ + 1), nullptr),
+      unowned_(count()) {}
 
 std::int64_t ExtentTable::end(std::int64_t extent) const {
   return std::min(begin(extent + 1), arena_bytes_);
+}
+
+void ExtentTable::set_owner(std::int64_t extent, const SlotPool* pool) {
+  unowned_ += (pool == nullptr) - (owner(extent) == nullptr);
+  owners_[static_cast<std::size_t>(extent)] = pool;
 }
 
 }  // namespace hscache

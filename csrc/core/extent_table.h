@@ -26,7 +26,12 @@ class ExtentTable {
 
   std::mutex& mutex() { return mutex_; }
   // Null where nobody has it.
-  const SlotPool*& owner(std::int64_t extent) { return owners_[static_cast<std::size_t>(extent)]; }
+  const SlotPool* owner(std::int64_t extent) const {
+    return owners_[static_cast<std::size_t>(extent)];
+  }
+  void set_owner(std::int64_t extent, const SlotPool* pool);
+  // Extents that nobody has.
+  std::int64_t unowned() const { return unowned_; }
   // Pools there are.
   std::int64_t& pools() { return pools_; }
 
@@ -35,6 +40,7 @@ class ExtentTable {
   const std::int64_t extent_bytes_;
   std::mutex mutex_;
   std::vector<const SlotPool*> owners_;
+  std::int64_t unowned_;
   std::int64_t pools_ = 0;
 };
 

@@ -46,7 +46,7 @@ SlotPool::~SlotPool() {
   const std::lock_guard lock(table_.mutex());
   --table_.pools();
   for (std::int64_t extent = 0; extent < table_.count(); ++extent) {
-    if (table_.owner(extent) == this) table_.owner(extent) = nullptr;
+    if (table_.owner(extent) == this) table_.set_owner(extent, nullptr);
   }
 }
 
@@ -220,6 +220,8 @@ std::vector<SlotPool::Range> SlotPool::free_runs() const {
 }
 
 std::int64_t SlotPool::count_free() const {
+  // A store with a full pool asks again after each chunk that it evicts.
+  if (table_.unowned() == 0) return free_.count();
   std::int64_t slots = -used_.count();
   for (const Range& run : reachable()) slots += run.size();
   return slots;
@@ -286,7 +288,7 @@ std::vector<std::int64_t> SlotPool::take_extents(std::int64_t slot) {
   const Range extents = extents_of(slot);
   for (std::int64_t extent = extents.begin; extent < extents.end; ++extent) {
     if (table_.owner(extent) == nullptr) {
-      table_.owner(extent) = this;
+      table_.set_owner(extent, this);
       taken.push_back(extent);
     }
   }
@@ -302,7 +304,7 @@ std::vector<std::int64_t> SlotPool::take_extents(std::int64_t slot) {
 }
 
 void SlotPool::give_back(std::int64_t extent) {
-  table_.owner(extent) = nullptr;
+  table_.set_owner(extent, nullptr);
   const Range slots = slots_across(extent);
   free_.erase(slots.begin, slots.end);
 }
