@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <limits>
 #include <stdexcept>
 #include <thread>
 #include <utility>
@@ -54,7 +55,7 @@ int Arena::fd() const {
 void Arena::prefer_numa_node(int node) {
   check_owner();
   const std::lock_guard lock(mutex_);
-  numa_refusal_ = hscache::prefer_numa_node(data(), bytes(), node);
+  numa_refusal_ = hscache::prefer_numa_node(data(), mapping_.mapped_bytes(), node);
   if (numa_refusal_.empty()) numa_node_ = node;
 }
 
@@ -65,7 +66,12 @@ void Arena::touch_in_background(std::chrono::duration<double> huge_pages_limit) 
   if (threads == 0 || touch_) return;
   PageTouchOptions options;
   options.threads = threads;
-  options.keep_free_bytes = machine_memory_bytes() / kKeptFree;
+  if (mapping_.huge_pages() == HugePages::kHugetlb) {
+    // Set aside for this arena already: nobody else could have them.
+    options.available = [] { return std::numeric_limits<std::int64_t>::max(); };
+  } else {
+    options.keep_free_bytes = machine_memory_bytes() / kKeptFree;
+  }
   if (mapping_.huge_pages() == HugePages::kAdvise) {
     options.limit = huge_pages_limit;
     options.at_limit = [](std::byte* rest, std::int64_t rest_bytes) {

@@ -28,7 +28,10 @@ ArenaReader::ArenaReader(int fd, std::int64_t bytes) : bytes_(bytes) {
                                 " bytes, asked for are " + std::to_string(bytes) +
                                 ": ask for the size that its owner says");
   }
-  void* const mapped = mmap(nullptr, static_cast<std::size_t>(bytes), PROT_READ, MAP_SHARED, fd, 0);
+  // All of it: huge pages cannot be unmapped in part.
+  mapped_bytes_ = status.st_size;
+  void* const mapped =
+      mmap(nullptr, static_cast<std::size_t>(mapped_bytes_), PROT_READ, MAP_SHARED, fd, 0);
   if (mapped == MAP_FAILED) {
     throw std::system_error(
         errno, std::generic_category(),
@@ -38,7 +41,7 @@ ArenaReader::ArenaReader(int fd, std::int64_t bytes) : bytes_(bytes) {
 }
 
 ArenaReader::~ArenaReader() {
-  munmap(const_cast<std::byte*>(data_), static_cast<std::size_t>(bytes_));
+  munmap(const_cast<std::byte*>(data_), static_cast<std::size_t>(mapped_bytes_));
 }
 
 }  // namespace hscache

@@ -11,7 +11,7 @@ namespace hscache {
 // time: which bytes are whole, the owner has to say.
 class ArenaReader {
  public:
-  // Maps the first `bytes` of the arena. Throws std::invalid_argument when `bytes` is not positive
+  // The first `bytes` of the arena. Throws std::invalid_argument when `bytes` is not positive
   // or the file is not an arena of as many, std::system_error when the kernel refuses.
   ArenaReader(int fd, std::int64_t bytes);
   ~ArenaReader();
@@ -23,6 +23,7 @@ class ArenaReader {
 
  private:
   const std::int64_t bytes_;
+  std::int64_t mapped_bytes_ = 0;
   const std::byte* data_ = nullptr;
 };
 

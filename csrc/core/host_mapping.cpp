@@ -76,7 +76,7 @@ HostMapping::HostMapping(std::int64_t bytes, HugePages huge_pages) : bytes_(byte
 }
 
 HostMapping::~HostMapping() {
-  munmap(data_, static_cast<std::size_t>(file_bytes_));
+  munmap(data_, static_cast<std::size_t>(mapped_bytes_));
   close(fd_);
 }
 
@@ -89,12 +89,12 @@ int HostMapping::fd() const {
 }
 
 // Leaves errno where it fails.
-bool HostMapping::map(unsigned memfd_flags, std::int64_t file_bytes, int map_flags) {
+bool HostMapping::map(unsigned memfd_flags, std::int64_t mapped_bytes, int map_flags) {
   const int fd = memfd_create("hscache", MFD_CLOEXEC | MFD_ALLOW_SEALING | memfd_flags);
   if (fd < 0) return false;
   void* mapped = MAP_FAILED;
-  if (ftruncate(fd, file_bytes) == 0) {
-    mapped = mmap(nullptr, static_cast<std::size_t>(file_bytes), PROT_READ | PROT_WRITE,
+  if (ftruncate(fd, mapped_bytes) == 0) {
+    mapped = mmap(nullptr, static_cast<std::size_t>(mapped_bytes), PROT_READ | PROT_WRITE,
                   MAP_SHARED | map_flags, fd, 0);
   }
   if (mapped == MAP_FAILED) {
@@ -104,7 +104,7 @@ bool HostMapping::map(unsigned memfd_flags, std::int64_t file_bytes, int map_fla
     return false;
   }
   fd_ = fd;
-  file_bytes_ = file_bytes;
+  mapped_bytes_ = mapped_bytes;
   data_ = static_cast<std::byte*>(mapped);
   return true;
 }
@@ -130,7 +130,7 @@ void HostMapping::map_hugetlb() {
 void HostMapping::advise_huge_pages() {
   huge_pages_refusal_ = why_no_advised_huge_pages();
   if (!huge_pages_refusal_.empty()) return;
-  if (madvise(data_, static_cast<std::size_t>(file_bytes_), MADV_HUGEPAGE) == 0) {
+  if (madvise(data_, static_cast<std::size_t>(mapped_bytes_), MADV_HUGEPAGE) == 0) {
     huge_pages_ = HugePages::kAdvise;
   } else {
     huge_pages_refusal_ = kernel_says(errno);

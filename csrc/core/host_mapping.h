@@ -35,6 +35,8 @@ class HostMapping {
 
   std::byte* data() const { return data_; }
   std::int64_t bytes() const { return bytes_; }
+  // The same in whole huge pages where it is made of those, which nothing may cut.
+  std::int64_t mapped_bytes() const { return mapped_bytes_; }
   // The file, for other processes. Throws std::runtime_error where the kernel cannot keep them from
   // writing (before Linux 5.1).
   int fd() const;
@@ -43,12 +45,12 @@ class HostMapping {
   const std::string& huge_pages_refusal() const { return huge_pages_refusal_; }
 
  private:
-  bool map(unsigned memfd_flags, std::int64_t file_bytes, int map_flags);
+  bool map(unsigned memfd_flags, std::int64_t mapped_bytes, int map_flags);
   void map_hugetlb();
   void advise_huge_pages();
 
   const std::int64_t bytes_;
-  std::int64_t file_bytes_ = 0;
+  std::int64_t mapped_bytes_ = 0;
   int fd_ = -1;
   std::byte* data_ = nullptr;
   bool sealed_ = false;

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -200,7 +201,16 @@ TEST(arena, a_numa_node_is_had_or_refused_with_a_reason) {
   arena.prefer_numa_node(0);
   const ArenaStats stats = arena.stats();
   CHECK(stats.numa_node == 0 ? stats.numa_refusal.empty() : !stats.numa_refusal.empty());
-  arena.data()[0] = std::byte{1};
+  if (stats.numa_node != 0) return;
+  constexpr unsigned long kOfAddress = 2;  // MPOL_F_ADDR
+  for (const std::int64_t offset : {0, (1 << 20) - 1}) {
+    int policy = -1;
+    unsigned long nodes[16] = {};
+    REQUIRE(syscall(SYS_get_mempolicy, &policy, nodes, 1024UL, arena.data() + offset, kOfAddress) ==
+            0);
+    CHECK_EQ(policy, 1);  // MPOL_PREFERRED
+    CHECK_EQ(nodes[0], 1UL);
+  }
 }
 
 TEST(arena, another_process_reads_what_is_written_later_too) {

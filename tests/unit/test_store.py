@@ -1040,6 +1040,16 @@ def test_huge_pages_that_cannot_be_had_are_said(caplog: pytest.LogCaptureFixture
     store.close()
 
 
+def test_stats_say_what_a_gpu_refused_to_pin(store: HiddenStateStore) -> None:
+    put(store, list(range(4)))
+    stats = store.stats()
+    assert (stats.pinned_bytes, stats.pin_refusal) == (0, "")
+    refusal = "cudaErrorMemoryAllocation (out of memory)"
+    store._registration = SimpleNamespace(bytes=96, refusal=refusal)  # type: ignore[assignment]
+    stats = store.stats()
+    assert (stats.pinned_bytes, stats.pin_refusal) == (96, refusal)
+
+
 def test_stats_say_how_fragmented_the_pool_is(store: HiddenStateStore) -> None:
     put(store, list(range(8)))
     stats = store.stats()
