@@ -13,6 +13,7 @@ from benchmarks.core.bench import Bench
 
 SCENARIOS = {
     "ops": "benchmarks.ops",
+    "pool": "benchmarks.pool",
     "import": "benchmarks.import_time",
 }
 

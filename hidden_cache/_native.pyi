@@ -36,14 +36,19 @@ class PagedView:
         """
 
 class Arena:
-    """One host mapping, backed by the kernel page by page when it is first touched."""
+    """One host mapping, backed by the kernel page by page when it is first touched.
 
-    def __init__(self, bytes: int, memory_limit: int = 0) -> None:
+    After a fork the child, which shares the memory, gets RuntimeError from all but `bytes`.
+    """
+
+    def __init__(self, bytes: int, memory_limit: int = 0, huge_pages: str = "off") -> None:
         """Maps `bytes` of memory.
 
         Args:
             bytes: size.
             memory_limit: what the machine has; 0 asks it.
+            huge_pages: "off", "advise" (the kernel makes them where it finds room) or "hugetlb"
+                (of those set aside). What cannot be had is plain pages, and `stats` says why.
 
         Raises:
             ValueError: `bytes` is not positive or above the limit.
@@ -52,9 +57,109 @@ class Arena:
 
     @property
     def bytes(self) -> int: ...
+    @property
+    def fd(self) -> int:
+        """The memory for another process to read, with `ArenaReader`; closed with the arena.
+
+        Raises:
+            RuntimeError: the kernel cannot keep others from writing (before Linux 5.1).
+        """
+
+    def prefer_numa_node(self, node: int) -> None:
+        """Has pages not backed yet come from this node; `stats` says whether it was had."""
+
+    def touch_in_background(self, huge_pages_timeout_s: float) -> None:
+        """Has all pages backed by a few threads that end by themselves; returns at once.
+
+        Less than 32 MiB are left to whoever writes. It ends early, and `stats` says so, before the
+        machine's memory gets short. The second call does nothing.
+
+        Args:
+            huge_pages_timeout_s: with huge_pages "advise", what is not touched by then gets plain
+                pages.
+        """
+
+    def stats(self) -> ArenaStats: ...
+
+class ArenaStats:
+    """A snapshot. A refusal says why something asked for was not had; empty where it was."""
+
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def touched_bytes(self) -> int:
+        """By the background threads."""
+
+    @property
+    def touching(self) -> bool:
+        """Whether they are still at it."""
+
+    @property
+    def touch_refusal(self) -> str: ...
+    @property
+    def huge_pages(self) -> str:
+        """What was had: "off", "advise" or "hugetlb"."""
+
+    @property
+    def huge_pages_refusal(self) -> str: ...
+    @property
+    def numa_node(self) -> int | None: ...
+    @property
+    def numa_refusal(self) -> str: ...
+
+class ArenaReader:
+    """Another process's arena, mapped for reading: `memoryview(reader)`.
+
+    Bytes may be written while they are read: which are whole, the owner has to say.
+    """
+
+    def __init__(self, fd: int, bytes: int) -> None:
+        """Maps the first `bytes` of the arena behind a descriptor, which may be closed then.
+
+        Raises:
+            ValueError: `bytes` is not positive, or this is no arena of as many.
+            OSError: the kernel refused.
+        """
+
+    @property
+    def bytes(self) -> int: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+class SlotPoolStats:
+    """A snapshot of a pool."""
+
+    @property
+    def slots(self) -> int:
+        """As many as the whole arena has room for."""
+
+    @property
+    def used(self) -> int: ...
+    @property
+    def free(self) -> int:
+        """Slots that can be allocated now."""
+
+    @property
+    def largest_free_run(self) -> int:
+        """Of neighbours."""
+
+    @property
+    def fragmentation(self) -> float:
+        """The share of the free slots outside of the largest run; 0 where none is free."""
+
+    @property
+    def extents(self) -> int:
+        """Parts of the arena that are this pool's."""
+
+    @property
+    def extent_bytes(self) -> int: ...
 
 class SlotPool:
-    """An arena's division into slots of one size, numbered from 0 in address order."""
+    """Slots of one size in an arena that pools with other sizes may share.
+
+    Slot i lies `i * slot_bytes` behind the arena's beginning. A pool takes an extent of the arena
+    when it needs room and gives it back when all slots in it are free. After a fork all but
+    `slot_bytes` and `num_slots` raise RuntimeError in the child, which shares the memory.
+    """
 
     def __init__(self, arena: Arena, slot_bytes: int) -> None:
         """Keeps `arena` alive.
@@ -66,10 +171,17 @@ class SlotPool:
     def allocate(self, count: int) -> list[int] | None:
         """All `count` slots, or None when fewer are free.
 
-        Slots never used before come in address order.
+        Those of a fresh pool come in address order.
 
         Raises:
             ValueError: `count` is negative.
+        """
+
+    def allocate_run(self, count: int) -> int | None:
+        """The first of `count` neighbours, or None where no run is as long.
+
+        Raises:
+            ValueError: `count` is below 1.
         """
 
     def free(self, slots: Sequence[int]) -> None:
@@ -109,7 +221,10 @@ class SlotPool:
     @property
     def num_slots(self) -> int: ...
     @property
-    def num_free(self) -> int: ...
+    def num_free(self) -> int:
+        """Slots that can be allocated now: in extents that are this pool's or nobody's."""
+
+    def stats(self) -> SlotPoolStats: ...
 
 class Ticket:
     """A transfer in flight. Made by `TransferEngine.gather` only.

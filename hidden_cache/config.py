@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -20,6 +21,12 @@ from hidden_cache.errors import ConfigError
 PREFIX = "hscache_"
 # Environment names that are not settings of this class.
 _RESERVED = ("BUILD_", "LMCACHE")
+# What a setting that is a word may be.
+_WORDS = {
+    "touch_pages": ("background", "off"),
+    "huge_pages": ("off", "advise", "hugetlb"),
+    "numa": ("auto", "off"),
+}
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 
@@ -34,6 +41,14 @@ class HiddenCacheConfig:
         pool_bytes: host memory of the pool. Also takes text such as "4GiB".
         staging_bytes: the most that is on its way from the engine to the pool at once.
         max_pending: the most transfers accepted and not yet ended.
+        touch_pages: "background" has the pool's memory backed by threads that end when all of it
+            is, from the first rows on; "off" leaves it to whoever writes a page first.
+        huge_pages: "off", "advise" (the kernel makes huge pages where it finds room) or "hugetlb"
+            (of those set aside on the machine). What cannot be had is plain pages.
+        huge_pages_timeout_s: how long touching asks for huge pages with "advise"; what is not
+            touched by then gets plain ones.
+        numa: "auto" has the pool on the GPU's NUMA node, a number on that node, "off" wherever the
+            kernel likes.
         allow_untested: start with versions of vLLM that were not tested.
     """
 
@@ -42,6 +57,10 @@ class HiddenCacheConfig:
     pool_bytes: int = 4 << 30
     staging_bytes: int = 64 << 20
     max_pending: int = 256
+    touch_pages: str = "background"
+    huge_pages: str = "off"
+    huge_pages_timeout_s: float = 10.0
+    numa: str | int = "auto"
     allow_untested: bool = False
 
     def __post_init__(self) -> None:
@@ -121,6 +140,10 @@ def _parse(name: str, value: Any, kind: type) -> Any:
         if text in ("0", "false", "no", "off"):
             return False
         raise ConfigError(f"{PREFIX}{name} is {value!r}: set true or false")
+    if kind is float:
+        return _seconds(name, value)
+    if kind is str:
+        return _word(name, value)
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     match = re.fullmatch(r"\s*(-?\d+)\s*(|[kmg]i?)b?\s*", str(value).lower())
@@ -129,3 +152,24 @@ def _parse(name: str, value: Any, kind: type) -> Any:
             f'{PREFIX}{name} is {value!r}: set a whole number, or text such as "4GiB"'
         )
     return int(match[1]) * _UNITS[match[2]]
+
+
+def _seconds(name: str, value: Any) -> float:
+    try:
+        seconds = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise ConfigError(f"{PREFIX}{name} is {value!r}: set a number of seconds, 0 or more")
+    return seconds
+
+
+def _word(name: str, value: Any) -> str | int:
+    # YAML reads a bare off as false.
+    text = "off" if value is False else str(value).strip().lower()
+    if text in _WORDS[name]:
+        return text
+    if name == "numa" and re.fullmatch(r"[0-9]+", text):
+        return int(text)
+    more = ", or a node's number" if name == "numa" else ""
+    raise ConfigError(f"{PREFIX}{name} is {value!r}: set one of {', '.join(_WORDS[name])}{more}")

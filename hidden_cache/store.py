@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hidden_cache import _native
+from hidden_cache import _native, numa
 from hidden_cache.config import HiddenCacheConfig
 from hidden_cache.errors import (
     ConfigError,
@@ -39,18 +39,34 @@ class Chunker(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """A snapshot of a store. Slots hold one layer of one chunk each."""
+    """A snapshot of a store. Slots hold one layer of one chunk each.
+
+    A refusal says why something was not had that was asked for, or not all of it; it is empty
+    where it was. `fragmentation` is the share of the free slots outside of the largest run of
+    neighbours. `pinned_bytes` of the pool a GPU copies to without a detour. `touched_bytes` were
+    backed in the background, which goes on while `touching`. `huge_pages` is what was had.
+    """
 
     num_chunks: int
     num_slots: int
     free_slots: int
     slot_bytes: int
     pool_bytes: int
+    largest_free_run: int
+    fragmentation: float
     tokens_gathered: int
     tokens_deduplicated: int
     evicted_chunks: int
     pending_transfers: int
     pinned_bytes: int
+    pin_refusal: str
+    touched_bytes: int
+    touching: bool
+    touch_refusal: str
+    huge_pages: str
+    huge_pages_refusal: str
+    numa_node: int | None
+    numa_refusal: str
 
 
 class HiddenStateStore:
@@ -86,7 +102,9 @@ class HiddenStateStore:
                 f"hscache_chunk_size is {self.chunk_size}, but the token database cuts chunks of "
                 f"{self._chunker.chunk_size} tokens: leave the setting out, or make them equal"
             )
-        self._arena = _native.Arena(config.pool_bytes)
+        self._arena = _native.Arena(config.pool_bytes, huge_pages=config.huge_pages)
+        if refusal := self._arena.stats().huge_pages_refusal:
+            logger.warning("the pool has plain pages: %s", refusal)
         self._lock = threading.Lock()
         self._index = ChunkIndex()
         # Made by the first store, which says what rows are and where they come from.
@@ -95,6 +113,7 @@ class HiddenStateStore:
         self._engine: _native.TransferEngine | None = None
         self._end_engine: Callable[[], object] | None = None
         self._registration: _native.Registration | None = None
+        self._numa_refusal = ""
         # Source tensors by the transfer that reads them: their memory must outlive it.
         self._sources: list[tuple[_native.Ticket, torch.Tensor]] = []
         self._tokens_gathered = 0
@@ -356,18 +375,29 @@ class HiddenStateStore:
     def stats(self) -> StoreStats:
         """A snapshot."""
         with self._guard():
-            pool = self._pool
+            pool, arena = self._pool, self._arena.stats()
+            slots = pool.stats() if pool else None
             return StoreStats(
                 num_chunks=len(self._index),
-                num_slots=pool.num_slots if pool else 0,
-                free_slots=pool.num_free if pool else 0,
+                num_slots=slots.slots if slots else 0,
+                free_slots=slots.free if slots else 0,
                 slot_bytes=pool.slot_bytes if pool else 0,
-                pool_bytes=self._arena.bytes,
+                pool_bytes=arena.bytes,
+                largest_free_run=slots.largest_free_run if slots else 0,
+                fragmentation=slots.fragmentation if slots else 0.0,
                 tokens_gathered=self._tokens_gathered,
                 tokens_deduplicated=self._tokens_deduplicated,
                 evicted_chunks=self._evicted_chunks,
                 pending_transfers=self._engine.pending if self._engine else 0,
                 pinned_bytes=self._registration.bytes if self._registration else 0,
+                pin_refusal=self._registration.refusal if self._registration else "",
+                touched_bytes=arena.touched_bytes,
+                touching=arena.touching,
+                touch_refusal=arena.touch_refusal,
+                huge_pages=arena.huge_pages,
+                huge_pages_refusal=arena.huge_pages_refusal,
+                numa_node=arena.numa_node,
+                numa_refusal=self._numa_refusal,
             )
 
     def close(self) -> None:
@@ -466,6 +496,7 @@ class HiddenStateStore:
             self._end_engine = weakref.finalize(self, engine.close)
             self._pool = _native.SlotPool(self._arena, slot_bytes)
             self._rows = rows
+            self._place_pages(rows.device)
             if rows.device.type == "cuda":
                 self._registration = engine.register_pool(self._pool)
                 if self._registration.refusal:
@@ -481,6 +512,17 @@ class HiddenStateStore:
             )
         return self._pool
 
+    def _place_pages(self, device: torch.device) -> None:
+        """Has the pool's memory backed, near the device that rows come from."""
+        node, self._numa_refusal = numa.node_for(self.config.numa, device)
+        if node is not None:
+            self._arena.prefer_numa_node(node)
+            self._numa_refusal = self._arena.stats().numa_refusal
+        if self._numa_refusal:
+            logger.info("the pool is on no NUMA node of its own: %s", self._numa_refusal)
+        if self.config.touch_pages == "background":
+            self._arena.touch_in_background(self.config.huge_pages_timeout_s)
+
     def _make_engine(self, device: torch.device) -> _native.TransferEngine:
         why = _native.why_no_cuda() if device.type == "cuda" else ""
         if why:
@@ -495,6 +537,7 @@ class HiddenStateStore:
         if self._end_engine is not None:
             self._end_engine()
         self._pool = self._rows = self._engine = self._registration = self._end_engine = None
+        self._numa_refusal = ""
 
     def _pool_in_use(self) -> _native.SlotPool:
         assert self._pool is not None

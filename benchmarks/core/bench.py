@@ -77,17 +77,23 @@ class Bench:
         self._groups = len(chosen)
         return chosen
 
-    def measure(self, group: str, contenders: Sequence[Contender]) -> None:
-        """Times the contenders against each other and keeps the cases."""
+    def measure(
+        self, group: str, contenders: Sequence[Contender], *, budget: Budget | None = None
+    ) -> None:
+        """Times the contenders against each other and keeps the cases.
+
+        `budget` is for what can be repeated only a few times; else the command line decides.
+        """
+        budget = budget or self.budget
         text = f"[{self._measured + 1}/{self._groups}] {group}"
         self._measured += 1
 
         def show(rounds: int) -> None:
-            inside = rounds / self.budget.max_rounds
+            inside = rounds / budget.max_rounds
             self._progress.show(text, (self._measured - 1 + inside) / self._groups)
 
         show(0)
-        timings = interleave(contenders, self.budget, seed=self.seed, on_round=show)
+        timings = interleave(contenders, budget, seed=self.seed, on_round=show)
         cases = {
             contender.name: Case(
                 group=group,

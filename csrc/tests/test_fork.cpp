@@ -1,10 +1,5 @@
 // What a child process sees of an engine that its parent has.
-#include <sys/wait.h>
-#include <unistd.h>
-
 #include <atomic>
-#include <exception>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -12,42 +7,13 @@
 
 #include "core/transfer_engine.h"
 #include "host/host_runtime.h"
+#include "tests/child.h"
 #include "tests/harness.h"
 #include "tests/requests.h"
 #include "tests/scripted_runtime.h"
 
 namespace hscache::test {
 namespace {
-
-constexpr unsigned kHangs = 20;  // seconds after which a child is taken to hang
-
-// Runs `body` in a child process. Returns its answer, or "died" (with a hang counted as one).
-std::string in_child(const std::function<std::string()>& body) {
-  int channel[2];
-  if (pipe(channel) != 0) return "no pipe";
-  const pid_t child = fork();
-  if (child == 0) {
-    alarm(kHangs);
-    std::string answer;
-    try {
-      answer = body();
-    } catch (const std::exception& error) {
-      answer = std::string("threw: ") + error.what();
-    }
-    const bool written =
-        write(channel[1], answer.data(), answer.size()) == static_cast<ssize_t>(answer.size());
-    _exit(written ? 0 : 1);
-  }
-  close(channel[1]);
-  std::string answer(4096, '\0');
-  const ssize_t got = read(channel[0], answer.data(), answer.size());
-  close(channel[0]);
-  int status = 0;
-  waitpid(child, &status, 0);
-  if (!WIFEXITED(status) || WEXITSTATUS(status) != 0 || got < 0) return "died";
-  answer.resize(static_cast<std::size_t>(got));
-  return answer;
-}
 
 std::unique_ptr<TransferEngine> make_engine() {
   return std::make_unique<TransferEngine>(std::make_unique<HostRuntime>(), TransferOptions{});

@@ -126,6 +126,51 @@ def test_a_negative_chunk_size_is_refused() -> None:
         HiddenCacheConfig(chunk_size=-2)
 
 
+@pytest.mark.parametrize(
+    ("key", "given", "expected"),
+    [
+        ("touch_pages", "background", "background"),
+        ("touch_pages", " OFF ", "off"),
+        ("touch_pages", False, "off"),  # as YAML reads a bare off
+        ("huge_pages", "hugetlb", "hugetlb"),
+        ("huge_pages", False, "off"),
+        ("numa", "Auto", "auto"),
+        ("numa", False, "off"),
+        ("numa", 0, 0),
+        ("numa", "12", 12),
+        ("huge_pages_timeout_s", 3, 3.0),
+        ("huge_pages_timeout_s", "0.5", 0.5),
+        ("huge_pages_timeout_s", 0, 0.0),
+    ],
+)
+def test_words_and_seconds(key: str, given: Any, expected: Any) -> None:
+    value = getattr(HiddenCacheConfig.from_dict({f"hscache_{key}": given}), key)
+    assert (value, type(value)) == (expected, type(expected))
+
+
+@pytest.mark.parametrize(
+    ("key", "given", "remedy"),
+    [
+        ("touch_pages", "on", "set one of background, off"),
+        ("touch_pages", True, "set one of background, off"),
+        ("huge_pages", "always", "set one of off, advise, hugetlb"),
+        ("huge_pages", 1, "set one of off, advise, hugetlb"),
+        ("numa", "near", "set one of auto, off, or a node's number"),
+        ("numa", -1, "set one of auto, off, or a node's number"),
+        ("numa", True, "set one of auto, off, or a node's number"),
+        ("huge_pages_timeout_s", -1, "set a number of seconds, 0 or more"),
+        ("huge_pages_timeout_s", "soon", "set a number of seconds, 0 or more"),
+        ("huge_pages_timeout_s", "nan", "set a number of seconds, 0 or more"),
+        ("huge_pages_timeout_s", "inf", "set a number of seconds, 0 or more"),
+        ("huge_pages_timeout_s", True, "set a number of seconds, 0 or more"),
+        ("huge_pages_timeout_s", None, "set a number of seconds, 0 or more"),
+    ],
+)
+def test_other_words_and_seconds_are_refused(key: str, given: Any, remedy: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"hscache_{key} is {given!r}: {remedy}")):
+        HiddenCacheConfig.from_dict({f"hscache_{key}": given})
+
+
 # Keys
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import socket
 import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -91,6 +95,107 @@ def test_what_the_kernel_refuses_is_an_os_error() -> None:
     assert caught.value.errno is not None
 
 
+def test_an_arena_is_touched_in_the_background() -> None:
+    arena = _native.Arena(64 << 20)
+    assert (arena.stats().touched_bytes, arena.stats().touching) == (0, False)
+    arena.touch_in_background(huge_pages_timeout_s=1.0)
+    while (stats := arena.stats()).touching:
+        time.sleep(0.001)
+    assert stats.touched_bytes == 64 << 20 or stats.touch_refusal
+
+
+@pytest.mark.parametrize("asked", ["off", "advise", "hugetlb"])
+def test_huge_pages_are_had_or_refused_with_a_reason(asked: str) -> None:
+    stats = _native.Arena(4 << 20, huge_pages=asked).stats()
+    assert (stats.huge_pages == asked) == (stats.huge_pages_refusal == "")
+    assert stats.huge_pages in (asked, "off")
+
+
+def test_unknown_huge_pages_are_refused() -> None:
+    refused_texts(
+        lambda: _native.Arena(1 << 20, huge_pages="big"),
+        ValueError,
+        'huge_pages is "big": set off, advise or hugetlb',
+    )
+
+
+def test_a_numa_node_that_is_not_there_is_refused_with_a_reason() -> None:
+    arena = _native.Arena(1 << 20)
+    arena.prefer_numa_node(1023)
+    assert arena.stats().numa_node is None
+    assert arena.stats().numa_refusal.startswith("NUMA node 1023: the kernel refused (")
+
+
+READER = """
+    import mmap, socket, sys
+    from hidden_cache import _native
+
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    size, files, _, _ = socket.recv_fds(channel, 16, 1)
+    reader = _native.ArenaReader(files[0], int(size))
+    seen = memoryview(reader)
+    assert seen.readonly and seen.nbytes == reader.bytes
+    channel.send(bytes(seen[:5]))
+    channel.recv(1)
+    channel.send(bytes(seen[-5:]))
+    try:
+        mmap.mmap(files[0], int(size), prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        channel.send(b"written")
+    except PermissionError:
+        channel.send(b"refused")
+"""
+
+
+def test_another_process_reads_an_arena_and_cannot_write_to_it() -> None:
+    arena = _native.Arena(128 * 3)
+    pool = _native.SlotPool(arena, 128)
+    rows = torch.tensor(list(b"first" + b"." * 118 + b"later"), dtype=torch.uint8)
+    view = _native.PagedView(rows.data_ptr(), (1, 1, 1), 128, (128, 128, 128))
+    engine = _native.TransferEngine()
+
+    def write(slot: int) -> None:
+        ticket = engine.gather(view, [0], [(0, 0, 1, slot)], pool)
+        assert ticket is not None
+        ticket.wait()
+
+    ours, theirs = socket.socketpair()
+    ours.settimeout(SOON_S)
+    with ours, theirs:
+        write(0)
+        child = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(READER), str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+        )
+        socket.send_fds(ours, [str(arena.bytes).encode()], [arena.fd])
+        assert ours.recv(16) == b"first"
+        write(2)
+        ours.send(b".")
+        assert ours.recv(16) == b"later"
+        assert ours.recv(16) == b"refused"
+        assert child.wait(SOON_S) == 0
+
+
+def test_what_is_no_arena_is_not_mapped(tmp_path: Path) -> None:
+    arena = _native.Arena(100)
+    refused_texts(lambda: _native.ArenaReader(arena.fd, 101), ValueError, "the arena has 100 bytes")
+    path = tmp_path / "file"
+    path.write_bytes(bytes(100))
+    with path.open("rb") as file:
+        refused_texts(
+            lambda: _native.ArenaReader(file.fileno(), 100), ValueError, "is not an arena's"
+        )
+
+
+def test_a_readers_view_keeps_the_mapping() -> None:
+    arena = _native.Arena(4096)
+    seen = memoryview(_native.ArenaReader(arena.fd, 4096))
+    del arena
+    gc.collect()
+    assert bytes(seen) == bytes(4096)
+    with pytest.raises(TypeError):
+        seen[0] = 1
+
+
 # --- slot pool ---
 
 
@@ -102,6 +207,29 @@ def test_slots_all_or_none(setup: Setup) -> None:
     assert pool.num_free == 1
     pool.free([3, 4])
     assert pool.num_free == 3
+
+
+def test_runs_occupancy_and_fragmentation(setup: Setup) -> None:
+    pool = setup.pool
+    assert pool.allocate_run(12) == 0
+    pool.free([1, 2, 3])
+    assert pool.allocate_run(5) is None
+    stats = pool.stats()
+    assert (stats.slots, stats.used, stats.free) == (16, 9, 7)
+    assert (stats.largest_free_run, stats.extents) == (4, 1)
+    assert stats.fragmentation == pytest.approx(3 / 7)
+    assert stats.extent_bytes == 2 << 20
+    refused_texts(lambda: pool.allocate_run(0), ValueError, "a run of 0 slots")
+
+
+def test_pools_of_one_arena_share_it() -> None:
+    arena = _native.Arena(8 << 20)
+    small, large = _native.SlotPool(arena, 1 << 20), _native.SlotPool(arena, 2 << 20)
+    assert (small.num_free, large.num_free) == (8, 4)
+    assert large.allocate(1) == [3]
+    assert (small.num_free, small.num_slots) == (6, 8)
+    del large
+    assert small.num_free == 8
 
 
 def test_slot_pool_refusals(setup: Setup) -> None:
@@ -348,10 +476,11 @@ FORK = """
     gather()
     child = os.fork()
     if child == 0:
-        try:
-            gather()
-        except RuntimeError as error:
-            print("child:", error, flush=True)
+        for call in (gather, engine.drain):
+            try:
+                call()
+            except RuntimeError as error:
+                print("child:", error, flush=True)
         assert pending.wait() and not pending.done
         print("ticket:", pending.error, flush=True)
         assert engine.pending == 0 and not engine.poll()
@@ -374,12 +503,11 @@ def test_a_forked_child_sees_a_closed_engine_and_ends() -> None:
         timeout=120,
         check=False,
     )
-    ours = (
-        "the transfer engine belongs to the parent process: open a store after fork(), not before"
-    )
+    ours = "belongs to the parent process: open a store after fork(), not before"
     assert done.stdout.splitlines() == [
-        f"child: {ours}",
-        f"ticket: {ours}",
+        f"child: the slot pool {ours}",
+        f"child: the transfer engine {ours}",
+        f"ticket: the transfer engine {ours}",
         "exit code: 7",
         "parent: goes on",
     ], done.stderr

@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -987,6 +988,67 @@ class TestOpenStore:
         store.prepare(make_paged(rows_for(1), 3)[0])
         assert threads_now() > threads
         assert arenas_of_this_process() == arenas + 1
+
+
+# The pool's memory
+
+POOL = 64 << 20  # enough that touching it in the background pays
+
+
+def prepared(**settings: Any) -> HiddenStateStore:
+    store = HiddenStateStore(HiddenCacheConfig(chunk_size=CHUNK, pool_bytes=POOL, **settings))
+    assert store.stats().touched_bytes == 0
+    store.prepare(make_paged(rows_for(1), 3)[0])
+    return store
+
+
+def test_the_pool_is_touched_in_the_background_from_the_first_rows_on() -> None:
+    store = prepared()
+    while (stats := store.stats()).touching:
+        time.sleep(0.001)
+    assert stats.touched_bytes == POOL or stats.touch_refusal
+    store.close()
+
+
+def test_touching_can_be_switched_off() -> None:
+    store = prepared(touch_pages="off")
+    stats = store.stats()
+    assert (stats.touching, stats.touched_bytes, stats.touch_refusal) == (False, 0, "")
+    store.close()
+
+
+def test_a_node_by_number_is_had_or_the_reason_is_said() -> None:
+    store = prepared(touch_pages="off", numa=1023)
+    stats = store.stats()
+    assert stats.numa_node is None
+    assert stats.numa_refusal.startswith("NUMA node 1023: the kernel refused")
+    store.close()
+
+
+def test_huge_pages_that_cannot_be_had_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    memory = _native.machine_memory_bytes()
+    store = HiddenStateStore(HiddenCacheConfig(pool_bytes=memory, huge_pages="hugetlb"))
+    stats = store.stats()
+    assert stats.huge_pages == "off"
+    assert "huge pages of 2 MiB are needed" in stats.huge_pages_refusal
+    assert stats.huge_pages_refusal in caplog.text
+    store.close()
+
+
+def test_stats_say_what_a_gpu_refused_to_pin(store: HiddenStateStore) -> None:
+    put(store, list(range(4)))
+    stats = store.stats()
+    assert (stats.pinned_bytes, stats.pin_refusal) == (0, "")
+    refusal = "cudaErrorMemoryAllocation (out of memory)"
+    store._registration = SimpleNamespace(bytes=96, refusal=refusal)  # type: ignore[assignment]
+    stats = store.stats()
+    assert (stats.pinned_bytes, stats.pin_refusal) == (96, refusal)
+
+
+def test_stats_say_how_fragmented_the_pool_is(store: HiddenStateStore) -> None:
+    put(store, list(range(8)))
+    stats = store.stats()
+    assert (stats.largest_free_run, stats.fragmentation) == (stats.free_slots, 0.0)
 
 
 def test_a_disabled_store_is_refused() -> None:
