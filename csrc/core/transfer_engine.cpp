@@ -89,7 +89,11 @@ bool Ticket::cancelled() const {
 class TransferEngine::Machine {
  public:
   Machine(std::unique_ptr<DeviceRuntime> runtime, TransferOptions options, bool threaded);
-  ~Machine() { close(); }
+  ~Machine() {
+    if (mutated("ring freed before the drain")) device_ring_.reset();
+    if (mutated("pinned ids freed before the drain")) pinned_ids_.reset();
+    close();
+  }
 
   std::shared_ptr<Ticket> submit(TransferRequest request, Backpressure policy);
   std::unique_ptr<Registration> register_host(std::byte* data, std::int64_t bytes,
@@ -295,8 +299,10 @@ bool TransferEngine::Machine::retire_steps() {
   const std::size_t retired = std::erase_if(in_flight_, [this](const Step& step) {
     try {
       if (!step.ran->done() && !mutated("poll ignores not ready")) return false;
-    } catch (const std::exception& error) {
+    } catch (const DeviceError& error) {
       step.transfer->fail(error.what());
+      // The question failed, not the work: it may still run, and is asked for again.
+      if (!error.lost() && !mutated("a failed question counts as done")) return false;
     }
     if (step.region) free_regions_.push_back(*step.region);
     in_flight_bytes_ -= step.bytes;
@@ -390,10 +396,13 @@ void TransferEngine::Machine::enqueue_step(const std::shared_ptr<Transfer>& tran
     }
   } catch (const std::exception& error) {
     transfer->fail(error.what());
-    if (!lane.kernels) return;
+    if (mutated("ticket ends at the failure") && step.region) free_regions_.push_back(*step.region);
+    if (!lane.kernels || mutated("ticket ends at the failure")) return;
     // What was enqueued before the failure still runs, and its ticket must outlast it.
     try {
-      if (lane.copies) lane.kernels->wait(lane.copies->record());
+      if (lane.copies && !mutated("a failed step forgets its copies")) {
+        lane.kernels->wait(lane.copies->record());
+      }
       step.ran = lane.kernels->record();
     } catch (const std::exception&) {
       lane = Lane{};  // streams die after their work has run
@@ -448,12 +457,18 @@ std::shared_ptr<Event> TransferEngine::Machine::enqueue_staged(Lane& lane, const
   const std::int64_t first_block = start / request.paged.block_size;
   const std::int64_t last_block = (start + part.tokens - 1) / request.paged.block_size;
   const std::int64_t count = last_block - first_block + 1;
-  std::copy_n(request.block_ids.begin() + first_block, count, region.host_ids);
-  const Copy ids{.to = reinterpret_cast<std::byte*>(region.ids),
-                 .from = reinterpret_cast<const std::byte*>(region.host_ids),
+  auto* const host_ids = mutated("pinned ids reused early")
+                             ? reinterpret_cast<std::int64_t*>(pinned_ids_->data())
+                             : region.host_ids;
+  auto* const device_ids = mutated("device ids reused early")
+                               ? reinterpret_cast<std::int64_t*>(device_ring_->data())
+                               : region.ids;
+  std::copy_n(request.block_ids.begin() + first_block, count, host_ids);
+  const Copy ids{.to = reinterpret_cast<std::byte*>(device_ids),
+                 .from = reinterpret_cast<const std::byte*>(host_ids),
                  .bytes = count * static_cast<std::int64_t>(sizeof(std::int64_t))};
   const RowsTask task{.paged = request.paged.layers(part.layer, part.layers),
-                      .block_ids = region.ids,
+                      .block_ids = device_ids,
                       .start = start - first_block * request.paged.block_size,
                       .length = part.tokens,
                       .rows = {region.rows, row_bytes, layer_bytes}};
@@ -465,7 +480,9 @@ std::shared_ptr<Event> TransferEngine::Machine::enqueue_staged(Lane& lane, const
                                                             : Copy{device, host, layer_bytes});
   }
 
-  if (!mutated("no wait for what is written before")) lane.kernels->wait(transfer.after);
+  const bool unordered = mutated("no wait for what is written before") ||
+                         (mutated("stream 0 orders everything") && request.after_stream == 0);
+  if (!unordered) lane.kernels->wait(transfer.after);
   lane.kernels->copy_to_device({&ids, 1});
   if (request.direction == Direction::kGather) {
     lane.kernels->gather(task);
@@ -540,7 +557,7 @@ void TransferEngine::Machine::close() {
   }
   work_.notify_all();
   ended_.notify_all();
-  drain();
+  if (!mutated("close does not drain")) drain();
   if (thread.joinable()) thread.join();
 }
 
