@@ -119,7 +119,7 @@ struct PageTouch::Work {
 };
 
 PageTouch::PageTouch(std::byte* data, std::int64_t bytes, PageTouchOptions options)
-    : owner_pid_(getpid()), work_(new Work{data, bytes, std::move(options)}) {
+    : owner_pid_(getpid()), work_(std::make_unique<Work>(data, bytes, std::move(options))) {
   const SignalsBlocked blocked;
   try {
     for (int i = 0; i < work_->options.threads; ++i) {

@@ -101,7 +101,11 @@ void check_piece(const TransferRequest& request, const RowsPiece& piece) {
 class TransferEngine::Machine {
  public:
   Machine(std::unique_ptr<DeviceRuntime> runtime, TransferOptions options, bool threaded);
-  ~Machine() { close(); }
+  ~Machine() {
+    if (mutated("ring freed before the drain")) device_ring_.reset();
+    if (mutated("pinned ids freed before the drain")) pinned_heads_.reset();
+    close();
+  }
 
   std::shared_ptr<Ticket> submit(TransferRequest request, Backpressure policy);
   std::unique_ptr<Registration> register_host(std::byte* data, std::int64_t bytes,
@@ -164,6 +168,7 @@ class TransferEngine::Machine {
   struct Step {
     std::shared_ptr<Transfer> transfer;
     std::shared_ptr<Event> ran;
+    Lane* lane = nullptr;
     std::optional<Region> region;  // of what is staged; of its ids and count only for kZeroCopy
     std::unique_ptr<std::uint32_t> host_count;  // of kHost
     std::int64_t bytes = 0;
@@ -179,6 +184,7 @@ class TransferEngine::Machine {
   bool has_room(Way way, std::int64_t bytes) const;
   bool enqueue_step(const std::shared_ptr<Transfer>& transfer, const Part& part);
   RowsTask task_of(const Transfer& transfer, const Part& part) const;
+  void wait_for_producer(Stream& stream, const Transfer& transfer) const;
   std::shared_ptr<Event> enqueue_host(Lane& lane, const Transfer& transfer, const Part& part,
                                       std::uint32_t* count);
   std::shared_ptr<Event> enqueue_dma(Lane& lane, const Transfer& transfer,
@@ -328,11 +334,13 @@ bool TransferEngine::Machine::take_inbox() {
 // Lets go of the steps that have run, in whatever order: gathers and scatters run beside each
 // other.
 bool TransferEngine::Machine::retire_steps() {
-  const std::size_t retired = std::erase_if(in_flight_, [this](const Step& step) {
+  const std::size_t retired = std::erase_if(in_flight_, [this](Step& step) {
     try {
       if (!step.ran->done() && !mutated("poll ignores not ready")) return false;
     } catch (const std::exception& error) {
       step.transfer->fail(error.what());
+      // It may still run. Outliving its streams is the way to know that it has.
+      if (!mutated("a failed question counts as done")) *step.lane = Lane{};
     }
     if (step.transfer->request.count_non_finite && !step.transfer->error) {
       step.transfer->non_finite_rows +=
@@ -453,6 +461,7 @@ bool TransferEngine::Machine::enqueue_step(const std::shared_ptr<Transfer>& tran
   }
   if (way == Way::kHost) step.host_count = std::make_unique<std::uint32_t>(0);
   Lane& lane = lanes_[next_lane_++ % lanes_.size()];
+  step.lane = &lane;
   try {
     if (!lane.kernels) lane = make_lane();
     switch (way) {
@@ -471,10 +480,13 @@ bool TransferEngine::Machine::enqueue_step(const std::shared_ptr<Transfer>& tran
     }
   } catch (const std::exception& error) {
     transfer->fail(error.what());
+    const bool forgets = mutated("ticket ends at the failure");
     // What was enqueued before the failure still runs, and its ticket must outlast it.
     try {
-      if (lane.copies) lane.kernels->wait(lane.copies->record());
-      if (lane.kernels) step.ran = lane.kernels->record();
+      if (lane.copies && !mutated("a failed step forgets its copies")) {
+        lane.kernels->wait(lane.copies->record());
+      }
+      if (lane.kernels && !forgets) step.ran = lane.kernels->record();
     } catch (const std::exception&) {
       lane = Lane{};  // streams die after their work has run
     }
@@ -515,19 +527,26 @@ RowsTask TransferEngine::Machine::task_of(const Transfer& transfer, const Part& 
   return task;
 }
 
+void TransferEngine::Machine::wait_for_producer(Stream& stream, const Transfer& transfer) const {
+  const bool unordered =
+      mutated("no wait for what is written before") ||
+      (mutated("stream 0 orders everything") && transfer.request.after_stream == 0);
+  if (!unordered) stream.wait(transfer.after);
+}
+
 std::shared_ptr<Event> TransferEngine::Machine::enqueue_host(Lane& lane, const Transfer& transfer,
                                                              const Part& part,
                                                              std::uint32_t* count) {
   RowsTask task = task_of(transfer, part);
   if (transfer.request.count_non_finite) task.conversion.non_finite_rows = count;
-  lane.kernels->wait(transfer.after);
+  wait_for_producer(*lane.kernels, transfer);
   lane.kernels->move_rows(transfer.request.direction, task);
   return lane.kernels->record();
 }
 
 std::shared_ptr<Event> TransferEngine::Machine::enqueue_dma(Lane& lane, const Transfer& transfer,
                                                             const std::vector<Copy>& copies) {
-  if (!mutated("no wait before the copy engine")) lane.copies->wait(transfer.after);
+  wait_for_producer(*lane.copies, transfer);
   if (transfer.request.direction == Direction::kGather) {
     lane.copies->copy_to_host(copies);
   } else {
@@ -545,13 +564,19 @@ void TransferEngine::Machine::upload_head(Lane& lane, RowsTask& task, const Tran
   const std::int64_t first = task.tokens.start / block_size;
   const std::int64_t last = (task.tokens.start + task.length - 1) / block_size;
   const std::int64_t count = last - first + 1;
-  region.host_head[0] = 0;
-  std::copy_n(request.block_ids.begin() + first, count, region.host_head + 1);
-  const Copy head{.to = reinterpret_cast<std::byte*>(region.head),
-                  .from = reinterpret_cast<const std::byte*>(region.host_head),
+  std::int64_t* const pinned = mutated("pinned ids reused early")
+                                   ? reinterpret_cast<std::int64_t*>(pinned_heads_->data())
+                                   : region.host_head;
+  std::int64_t* const device = mutated("device ids reused early")
+                                   ? reinterpret_cast<std::int64_t*>(device_ring_->data())
+                                   : region.head;
+  pinned[0] = 0;
+  std::copy_n(request.block_ids.begin() + first, count, pinned + 1);
+  const Copy head{.to = reinterpret_cast<std::byte*>(device),
+                  .from = reinterpret_cast<const std::byte*>(pinned),
                   .bytes = (1 + count) * kIdBytes};
   task.tokens.ids =
-      BlockTable{std::span<const std::int64_t>(region.head + 1, static_cast<std::size_t>(count))};
+      BlockTable{std::span<const std::int64_t>(device + 1, static_cast<std::size_t>(count))};
   task.tokens.start -= first * block_size;
   if (request.count_non_finite) {
     task.conversion.non_finite_rows = reinterpret_cast<std::uint32_t*>(region.head);
@@ -594,7 +619,7 @@ std::shared_ptr<Event> TransferEngine::Machine::enqueue_staged(Lane& lane, const
                    .from = reinterpret_cast<const std::byte*>(region.head),
                    .bytes = kIdBytes};
 
-  if (!mutated("no wait for what is written before")) lane.kernels->wait(transfer.after);
+  wait_for_producer(*lane.kernels, transfer);
   upload_head(lane, task, transfer, region);
   if (gathers) {
     lane.kernels->move_rows(request.direction, task);
@@ -617,7 +642,7 @@ std::shared_ptr<Event> TransferEngine::Machine::enqueue_zero_copy(Lane& lane,
                                                                   const Part& part,
                                                                   const Region& region) {
   const TransferRequest& request = transfer.request;
-  if (!mutated("no wait before zero-copy")) lane.kernels->wait(transfer.after);
+  wait_for_producer(*lane.kernels, transfer);
   RowsTask uploaded = task_of(transfer, part);
   upload_head(lane, uploaded, transfer, region);
   for (std::size_t i = 0; i < part.layers; ++i) {
@@ -694,7 +719,7 @@ void TransferEngine::Machine::close() {
   }
   work_.notify_all();
   ended_.notify_all();
-  drain();
+  if (!mutated("close does not drain")) drain();
   if (thread.joinable()) thread.join();
 }
 

@@ -5,9 +5,6 @@
 #include "core/device_runtime.h"
 
 namespace hscache::cuda {
-namespace {
-
-// Errors after which nothing runs in this process's context any more.
 bool loses_context(cudaError_t error) {
   switch (error) {
     case cudaErrorIllegalAddress:
@@ -27,8 +24,6 @@ bool loses_context(cudaError_t error) {
       return false;
   }
 }
-
-}  // namespace
 
 void check(cudaError_t error, const char* doing) {
   if (error == cudaSuccess) return;

@@ -64,6 +64,7 @@ struct Setup {
     }
   }
   bool holds_its_rows() const {
+    const fake::DeviceAccess open;
     for (std::int64_t layer = 0; layer < 2; ++layer) {
       for (std::int64_t token = 0; token < tokens; ++token) {
         const std::int64_t block = view.num_blocks - 1 - token / kBlockSize;
