@@ -3,6 +3,7 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <mutex>
 #include <numeric>
@@ -49,6 +50,19 @@ void check(cudaError_t error, const char* doing) {
                     lost);
 }
 
+// Lets the calling thread ask and allocate while another one captures a graph: our streams have no
+// part in it. By default such a call is refused, and ends the other's capture.
+class BesideCaptures {
+ public:
+  BesideCaptures() { static_cast<void>(cudaThreadExchangeStreamCaptureMode(&mode_)); }
+  ~BesideCaptures() { static_cast<void>(cudaThreadExchangeStreamCaptureMode(&mode_)); }
+  BesideCaptures(const BesideCaptures&) = delete;
+  BesideCaptures& operator=(const BesideCaptures&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
 // Makes a device the calling thread's for a while.
 class OnDevice {
  public:
@@ -65,6 +79,7 @@ class OnDevice {
   OnDevice& operator=(const OnDevice&) = delete;
 
  private:
+  const BesideCaptures beside_captures_;
   int before_ = 0;
   bool changed_ = false;
 };
@@ -76,7 +91,10 @@ class DeviceBuffer final : public Buffer {
     check(cudaMalloc(&data, static_cast<std::size_t>(bytes)), "allocating the staging ring");
     data_ = static_cast<std::byte*>(data);
   }
-  ~DeviceBuffer() override { static_cast<void>(cudaFree(data_)); }
+  ~DeviceBuffer() override {
+    const BesideCaptures beside_captures;
+    static_cast<void>(cudaFree(data_));
+  }
 };
 
 class PinnedBuffer final : public Buffer {
@@ -87,7 +105,10 @@ class PinnedBuffer final : public Buffer {
           "allocating pinned memory");
     data_ = static_cast<std::byte*>(data);
   }
-  ~PinnedBuffer() override { static_cast<void>(cudaFreeHost(data_)); }
+  ~PinnedBuffer() override {
+    const BesideCaptures beside_captures;
+    static_cast<void>(cudaFreeHost(data_));
+  }
 };
 
 // Registered pieces, each of whole units and whole pages.
@@ -112,6 +133,7 @@ class CudaRegistration final : public Registration {
     }
   }
   ~CudaRegistration() override {
+    const BesideCaptures beside_captures;
     for (std::byte* const piece : pieces_) static_cast<void>(cudaHostUnregister(piece));
   }
   CudaRegistration(const CudaRegistration&) = delete;
@@ -168,12 +190,20 @@ class CudaEvent final : public Event {
   CudaEvent& operator=(const CudaEvent&) = delete;
 
   bool done() const override {
+    const BesideCaptures beside_captures;
     const cudaError_t answer = cudaEventQuery(event_);
     if (answer == cudaErrorNotReady) {
       static_cast<void>(cudaGetLastError());
       return false;
     }
-    check(answer, "running a transfer");
+    if (answer != cudaSuccess && !loses_context(answer) &&
+        !mutated("a failed question counts as done")) {
+      // The question failed, not the work, which may still run: told once that has ended.
+      static_cast<void>(cudaGetLastError());
+      failed_question_ = answer;
+      return false;
+    }
+    check(answer == cudaSuccess ? failed_question_.load() : answer, "running a transfer");
     return true;
   }
   cudaEvent_t raw() const { return event_; }
@@ -181,6 +211,7 @@ class CudaEvent final : public Event {
  private:
   const std::shared_ptr<EventPool> home_;
   const cudaEvent_t event_;
+  mutable std::atomic<cudaError_t> failed_question_{cudaSuccess};
 };
 
 std::shared_ptr<Event> EventPool::record(cudaStream_t stream) {
@@ -204,6 +235,7 @@ class CudaStream final : public Stream {
           "making a side stream");
   }
   ~CudaStream() override {
+    const BesideCaptures beside_captures;
     if (!mutated("a stream dies before its work"))
       static_cast<void>(cudaStreamSynchronize(stream_));
     static_cast<void>(cudaStreamDestroy(stream_));
