@@ -3,21 +3,10 @@
 #include <map>
 #include <mutex>
 
+#include "cuda/beside_captures.h"
+
 namespace hscache::cuda {
 namespace {
-
-// Lets a call through that a capture in the mode of somebody else would forbid: it touches no
-// stream.
-class OutsideOfCapture {
- public:
-  OutsideOfCapture() { static_cast<void>(cudaThreadExchangeStreamCaptureMode(&mode_)); }
-  ~OutsideOfCapture() { static_cast<void>(cudaThreadExchangeStreamCaptureMode(&mode_)); }
-  OutsideOfCapture(const OutsideOfCapture&) = delete;
-  OutsideOfCapture& operator=(const OutsideOfCapture&) = delete;
-
- private:
-  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
-};
 
 struct Words {
   std::mutex mutex;
@@ -43,7 +32,7 @@ cudaError_t bad_id_words(volatile std::int64_t** words) {
     return cudaSuccess;
   }
   void* memory = nullptr;
-  const OutsideOfCapture relaxed;
+  const BesideCaptures beside_captures;
   const cudaError_t error =
       cudaHostAlloc(&memory, 2 * sizeof(std::int64_t), cudaHostAllocMapped | cudaHostAllocPortable);
   if (error != cudaSuccess) return error;

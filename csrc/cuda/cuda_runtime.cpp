@@ -3,6 +3,7 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <mutex>
 #include <numeric>
@@ -12,6 +13,7 @@
 #include <vector>
 
 #include "core/mutation.h"
+#include "cuda/beside_captures.h"
 #include "cuda/error.h"
 #include "cuda/rows.h"
 
@@ -34,6 +36,7 @@ class OnDevice {
   OnDevice& operator=(const OnDevice&) = delete;
 
  private:
+  const BesideCaptures beside_captures_;
   int before_ = 0;
   bool changed_ = false;
 };
@@ -45,7 +48,10 @@ class DeviceBuffer final : public Buffer {
     check(cudaMalloc(&data, static_cast<std::size_t>(bytes)), "allocating the staging ring");
     data_ = static_cast<std::byte*>(data);
   }
-  ~DeviceBuffer() override { static_cast<void>(cudaFree(data_)); }
+  ~DeviceBuffer() override {
+    const BesideCaptures beside_captures;
+    static_cast<void>(cudaFree(data_));
+  }
 };
 
 class PinnedBuffer final : public Buffer {
@@ -56,7 +62,10 @@ class PinnedBuffer final : public Buffer {
           "allocating pinned memory");
     data_ = static_cast<std::byte*>(data);
   }
-  ~PinnedBuffer() override { static_cast<void>(cudaFreeHost(data_)); }
+  ~PinnedBuffer() override {
+    const BesideCaptures beside_captures;
+    static_cast<void>(cudaFreeHost(data_));
+  }
 };
 
 // Registered pieces, each of whole units and whole pages.
@@ -81,6 +90,7 @@ class CudaRegistration final : public Registration {
     }
   }
   ~CudaRegistration() override {
+    const BesideCaptures beside_captures;
     for (std::byte* const piece : pieces_) static_cast<void>(cudaHostUnregister(piece));
   }
   CudaRegistration(const CudaRegistration&) = delete;
@@ -137,12 +147,21 @@ class CudaEvent final : public Event {
   CudaEvent& operator=(const CudaEvent&) = delete;
 
   bool done() const override {
+    const BesideCaptures beside_captures;
     const cudaError_t answer = cudaEventQuery(event_);
     if (answer == cudaErrorNotReady) {
       static_cast<void>(cudaGetLastError());
       return false;
     }
-    check(answer, "running a transfer");
+    if (answer != cudaSuccess && !loses_context(answer) &&
+        !mutated("a failed question counts as done")) {
+      // The question failed, not the work, which may still run: told once that has ended, or when
+      // the answer stays the same.
+      static_cast<void>(cudaGetLastError());
+      failed_question_ = answer;
+      if (++failed_questions_ < kMostFailedQuestions) return false;
+    }
+    check(answer == cudaSuccess ? failed_question_.load() : answer, "running a transfer");
     return true;
   }
   cudaEvent_t raw() const { return event_; }
@@ -150,6 +169,9 @@ class CudaEvent final : public Event {
  private:
   const std::shared_ptr<EventPool> home_;
   const cudaEvent_t event_;
+  static constexpr int kMostFailedQuestions = 1000;
+  mutable std::atomic<cudaError_t> failed_question_{cudaSuccess};
+  mutable std::atomic<int> failed_questions_{0};
 };
 
 std::shared_ptr<Event> EventPool::record(cudaStream_t stream) {
@@ -173,6 +195,7 @@ class CudaStream final : public Stream {
           "making a side stream");
   }
   ~CudaStream() override {
+    const BesideCaptures beside_captures;
     if (!mutated("a stream dies before its work"))
       static_cast<void>(cudaStreamSynchronize(stream_));
     static_cast<void>(cudaStreamDestroy(stream_));

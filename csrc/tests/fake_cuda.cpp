@@ -50,7 +50,7 @@ struct Operation {
   std::vector<std::shared_ptr<Record>> after;
   std::deque<std::unique_ptr<Piece>> pieces;
   std::shared_ptr<Record> sets = std::make_shared<Record>();
-  std::vector<Range> host_memory;  // that it copies from or to
+  std::vector<Range> memory;  // that it copies from or to
   cudaError_t fault = cudaSuccess;
   bool begun = false;
 
@@ -505,19 +505,10 @@ Reach reach(const void* address, std::size_t bytes) {
                                                                        : Reach::kWithDetour;
 }
 
-bool is_device(const void* address) {
-  const auto* const byte = static_cast<const std::byte*>(address);
-  return std::any_of(world->allocations.begin(), world->allocations.end(), [&](const auto& memory) {
-    return memory->device() && byte >= memory->data && byte < memory->data + memory->bytes;
-  });
-}
-
 // A copy in up to four parts, reading when it runs; `early` reads now.
 void add_copy(Operation& operation, void* to, const void* from, std::size_t bytes, bool early) {
   for (const void* side : {static_cast<const void*>(to), from}) {
-    if (!is_device(side)) {
-      operation.host_memory.push_back({static_cast<const std::byte*>(side), bytes});
-    }
+    operation.memory.push_back({static_cast<const std::byte*>(side), bytes});
   }
   if (early) {
     const Execution execution;
@@ -542,7 +533,7 @@ void add_copy(Operation& operation, void* to, const void* from, std::size_t byte
 void must_be_idle(const std::byte* begin, std::size_t bytes, const char* otherwise) {
   for (const auto& stream : world->streams) {
     for (const Operation& operation : stream->operations) {
-      for (const Range& range : operation.host_memory) {
+      for (const Range& range : operation.memory) {
         if (range.begin < begin + bytes && begin < range.begin + range.bytes) {
           misuse(otherwise);
           return;
@@ -609,10 +600,8 @@ cudaError_t release(void* data, bool device) {
   for (const auto& allocation : world->allocations) {
     if (allocation->data != data || allocation->device() != device || allocation->freed) continue;
     if (world->free_waits) finish();
-    if (!device) {
-      must_be_idle(allocation->data, allocation->bytes,
-                   "pinned memory is given back while a copy in flight uses it");
-    }
+    must_be_idle(allocation->data, allocation->bytes,
+                 "memory is given back while a copy in flight uses it");
     // What still uses it reads zeros: wrong, yet block ids that exist. The pages stay until the end
     // of the world, or until they are somebody else's.
     const DeviceAccess open;

@@ -46,7 +46,7 @@ struct Setup {
         TransferOptions{.lanes = 2, .max_pending = 4, .staging_bytes = staging_bytes}, false);
   }
 
-  std::shared_ptr<Ticket> submit() {
+  std::shared_ptr<Ticket> submit(cudaStream_t after = nullptr) {
     std::vector<std::int64_t> ids(static_cast<std::size_t>(view.num_blocks));
     std::iota(ids.rbegin(), ids.rend(), 0);
     std::byte* const first = rows.data();
@@ -54,7 +54,7 @@ struct Setup {
                            .paged = view,
                            .block_ids = ids,
                            .pieces = {{0, tokens, {first, first + tokens * kRowBytes}}},
-                           .after_stream = 0},
+                           .after_stream = reinterpret_cast<std::uintptr_t>(after)},
                           Backpressure::kRefuse);
   }
   void settle(const Ticket& ticket) {
@@ -178,6 +178,33 @@ TEST(cuda_runtime, a_lost_context_is_said_and_every_ticket_ends) {
     CHECK(ticket->error().find("the CUDA context is lost") != std::string::npos);
   }
   CHECK_THROWS(DeviceError, "cudaErrorIllegalAddress", s.submit());
+}
+
+TEST(cuda_runtime, a_stream_that_is_captured_is_refused_and_its_capture_goes_on) {
+  Setup s(8);
+  const cudaStream_t stream = fake::make_stream();
+  CHECK_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), cudaSuccess);
+  CHECK_THROWS(std::invalid_argument, "is being captured into a CUDA graph", s.submit(stream));
+  cudaGraph_t graph = nullptr;
+  CHECK_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+  CHECK_EQ(cudaGraphDestroy(graph), cudaSuccess);
+}
+
+TEST(cuda_runtime, transfers_run_beside_a_capture_and_leave_it_alone) {
+  const cudaStreamCaptureMode modes[] = {cudaStreamCaptureModeGlobal,
+                                         cudaStreamCaptureModeThreadLocal};
+  for (const cudaStreamCaptureMode mode : modes) {
+    Setup s(8);
+    const cudaStream_t stream = fake::make_stream();
+    CHECK_EQ(cudaStreamBeginCapture(stream, mode), cudaSuccess);
+    const auto ticket = s.submit();
+    s.settle(*ticket);
+    CHECK(ticket->state() == Ticket::State::kDone);
+    s.engine.reset();
+    cudaGraph_t graph = nullptr;
+    CHECK_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+    CHECK_EQ(cudaGraphDestroy(graph), cudaSuccess);
+  }
 }
 
 TEST(cuda_runtime, rows_larger_than_a_region_are_refused) {
