@@ -104,7 +104,7 @@ class _Writer:
         strides = (SLOT_BYTES, SLOT_BYTES, SLOT_BYTES)
         self._view = _native.PagedView(self.rows.data_ptr(), (slots, 1, 1), SLOT_BYTES, strides)
         self._table = list(range(slots))
-        self._pieces = [(0, slot, 1, slot) for slot in range(slots)]
+        self._pieces = [(0, slot, 1, slot, 0) for slot in range(slots)]
 
     def write(self, pool: _native.SlotPool) -> None:
         ticket = self._engine.gather(self._view, self._table, self._pieces, pool)

@@ -5,7 +5,24 @@ the tensor behind a view, and the pool that rows go to, until the ticket has end
 thread-safe and releases the GIL while it copies or waits.
 """
 
+import enum
 from collections.abc import Sequence
+
+# Layer (its place on the layer axis), first token, number of tokens, slot, first row in the slot.
+Piece = tuple[int, int, int, int, int]
+
+class Element(enum.Enum):
+    """What rows are made of. ANY is moved bit for bit; FLOAT8 is e4m3fn with a scale a row.
+
+    In a slot rows lie side by side, then, where they are FLOAT8, their float32 scales from the next
+    multiple of 4 bytes on.
+    """
+
+    ANY = ...
+    FLOAT32 = ...
+    FLOAT16 = ...
+    BFLOAT16 = ...
+    FLOAT8 = ...
 
 def why_no_cuda() -> str:
     """Why rows in GPU memory cannot be moved: no CUDA in the build, no driver, no device.
@@ -199,16 +216,20 @@ class SlotPool:
         length: int,
         destination: int,
         token_stride: int,
+        stored: Element = Element.ANY,
+        wanted: Element = Element.ANY,
     ) -> None:
         """Copies rows `[start, start + length)` of a run of slots, on the calling thread.
 
         Args:
-            slots: in token order; each holds `slot_bytes // row_bytes` rows.
-            row_bytes: bytes of a row.
+            slots: in token order; each holds as many rows as fit.
+            row_bytes: bytes of a stored row.
             start: first row, counted from the first slot's first row.
             length: number of rows; may be 0.
             destination: address of the first row; the rows must not overlap the pool.
             token_stride: from one row to the next at the destination, in bytes.
+            stored: what the rows' elements are; ANY moves them bit for bit.
+            wanted: what they become.
 
         Raises:
             ValueError: `row_bytes` is not positive or above `slot_bytes`, or `start` or `length`
@@ -227,7 +248,7 @@ class SlotPool:
     def stats(self) -> SlotPoolStats: ...
 
 class Ticket:
-    """A transfer in flight. Made by `TransferEngine.gather` only.
+    """A transfer in flight. Made by a `TransferEngine` only.
 
     After a fork, one that was pending counts as failed in the child.
     """
@@ -244,6 +265,16 @@ class Ticket:
     def error(self) -> str | None:
         """Why it failed; None while it is pending and when it is done."""
 
+    @property
+    def non_finite_rows(self) -> int:
+        """Rows with an infinity or a NaN among those moved; 0 where nobody asked to count."""
+
+    def cancel(self) -> None:
+        """Asks that what is not on its way yet be left out; returns at once.
+
+        Unless all of it is on its way, the transfer fails once that has run: `wait` tells when.
+        """
+
     def wait(self, timeout_s: float | None = None) -> bool:
         """Waits until the transfer has ended, at most `timeout_s` seconds; returns whether it has.
 
@@ -251,18 +282,29 @@ class Ticket:
         """
 
 class Registration:
-    """Pool memory that a device copies to without a detour; ends when it dies."""
+    """Pool memory that a device copies to without a detour, more of it piece by piece.
+
+    A thread of its own does that and ends when all is taken or the device refuses. The pool may be
+    used meanwhile. The registration ends when it dies.
+    """
 
     @property
     def bytes(self) -> int:
         """How much of the pool, from its beginning on."""
 
     @property
+    def at_work(self) -> bool:
+        """Whether there may be more."""
+
+    @property
     def refusal(self) -> str:
-        """Why not all of it, in the device's own words; empty where all was taken."""
+        """Why not all of it, in the device's own words; empty where nothing was refused."""
+
+    def wait(self) -> None:
+        """Waits until there is no more to come."""
 
 class TransferEngine:
-    """Copies rows out of paged memory in the background, in the order of acceptance.
+    """Moves rows between paged memory and slots in the background, in the order of acceptance.
 
     After a fork the child's copy is closed.
     """
@@ -274,6 +316,9 @@ class TransferEngine:
         staging_bytes: int = 67108864,
         threaded: bool = True,
         cuda_device: int | None = None,
+        *,
+        dma_span_bytes: int = 262144,
+        zero_copy: bool = False,
     ) -> None:
         """Starts the engine's threads.
 
@@ -282,7 +327,11 @@ class TransferEngine:
             max_pending: transfers accepted and not yet ended.
             staging_bytes: of rows on their way at once; one piece at least is.
             threaded: False leaves it to the caller to drive `poll`.
-            cuda_device: number of the device that the source is on; None for host memory.
+            cuda_device: number of the device that paged memory is on; None for host memory.
+            dma_span_bytes: rows that lie in pieces this long on average go by the copy engine
+                alone, without a kernel.
+            zero_copy: kernels write to slots, and read them, themselves; the whole pool must be
+                registered. To be measured against the others.
 
         Raises:
             ValueError: a number is below 1, no such device.
@@ -293,33 +342,77 @@ class TransferEngine:
         self,
         source: PagedView,
         block_ids: Sequence[int],
-        pieces: Sequence[tuple[int, int, int, int]],
+        pieces: Sequence[Piece],
         pool: SlotPool,
         producer_stream: int = 0,
         wait: bool = True,
+        *,
+        source_element: Element = Element.ANY,
+        stored: Element = Element.ANY,
+        count_non_finite: bool = False,
     ) -> Ticket | None:
         """Accepts a transfer of one request's rows into slots; only enqueues.
 
         Args:
             source: the paged cache.
             block_ids: of the request, in token order.
-            pieces: each is layer (its place on the source's layer axis), first token, number of
-                tokens, slot.
-            pool: whose slots are written; each piece begins at its slot's first byte.
-            producer_stream: raw handle of the stream that writes the source; 0 for host memory,
-                which has been written by the time of the call.
+            pieces: what goes where.
+            pool: whose slots are written.
+            producer_stream: raw handle of the stream that writes the source; 0 is the device's
+                default stream, and for host memory, which has been written by the time of the call.
             wait: at `max_pending` waits for room where True, returns None where False.
+            source_element: what the source's elements are; ANY moves them bit for bit.
+            stored: what they become in the slots.
+            count_non_finite: counts rows with an infinity or a NaN: see `Ticket.non_finite_rows`.
+                Needs to know the elements.
 
         Raises:
-            ValueError: a negative start or length, more rows than a slot holds, a producer stream
-                that the device does not know.
+            ValueError: a negative start or length, more rows than a slot holds, elements that rows
+                are not converted between, a producer stream that the device does not know.
             IndexError: a layer, a block or a slot that is not there, tokens beyond the block
                 table. Nothing is accepted then.
             RuntimeError: the engine is closed, or belongs to the parent process.
         """
 
+    def scatter(
+        self,
+        target: PagedView,
+        block_ids: Sequence[int],
+        pieces: Sequence[Piece],
+        pool: SlotPool,
+        reader_stream: int = 0,
+        wait: bool = True,
+        *,
+        target_element: Element = Element.ANY,
+        stored: Element = Element.ANY,
+        count_non_finite: bool = False,
+    ) -> Ticket | None:
+        """Accepts a transfer of rows from slots into paged memory: `gather` backwards.
+
+        `reader_stream` is the one that last used what is overwritten. No block that is written may
+        repeat.
+        """
+
+    def copy_rows(
+        self,
+        rows: PagedView,
+        pieces: Sequence[Piece],
+        pool: SlotPool,
+        producer_stream: int = 0,
+        wait: bool = True,
+        *,
+        rows_element: Element = Element.ANY,
+        stored: Element = Element.ANY,
+        count_non_finite: bool = False,
+    ) -> Ticket | None:
+        """Accepts a transfer of rows that are in token order already into slots.
+
+        As `gather` of a view of one block, of shape (1, layers, tokens).
+        """
+
     def register_pool(self, pool: SlotPool) -> Registration:
-        """Lets the device copy to the pool without a detour, as far as it takes it."""
+        """Has the device copy to the pool without a detour, as far as it takes it; returns at once,
+        while a thread sees to it."""
 
     def poll(self) -> bool:
         """One turn of the state machine; returns whether anything changed."""

@@ -43,8 +43,9 @@ class StoreStats:
 
     A refusal says why something was not had that was asked for, or not all of it; it is empty
     where it was. `fragmentation` is the share of the free slots outside of the largest run of
-    neighbours. `pinned_bytes` of the pool a GPU copies to without a detour. `touched_bytes` were
-    backed in the background, which goes on while `touching`. `huge_pages` is what was had.
+    neighbours. `pinned_bytes` of the pool a GPU copies to without a detour, more while `pinning`.
+    `touched_bytes` were backed in the background, which goes on while `touching`. `huge_pages` is
+    what was had.
     """
 
     num_chunks: int
@@ -59,6 +60,7 @@ class StoreStats:
     evicted_chunks: int
     pending_transfers: int
     pinned_bytes: int
+    pinning: bool
     pin_refusal: str
     touched_bytes: int
     touching: bool
@@ -225,7 +227,7 @@ class HiddenStateStore:
             undo.callback(pool.free, slots)
 
             unused, keyed = iter(slots), iter(entries)
-            pieces: list[tuple[int, int, int, int]] = []  # place of the layer, start, length, slot
+            pieces: list[_native.Piece] = []
             added: list[LayerRows] = []
             private: list[list[int]] = []
             gathered = 0
@@ -237,7 +239,7 @@ class HiddenStateStore:
                     for place, layer in enumerate(layers)
                     if entry is None or layer not in entry.layers
                 ]
-                pieces += [(place, chunk.start, length, slot) for place, slot in places]
+                pieces += [(place, chunk.start, length, slot, 0) for place, slot in places]
                 gathered += length if places else 0
                 if entry is None:
                     private.append([slot for _, slot in places])
@@ -282,7 +284,7 @@ class HiddenStateStore:
         self,
         view: _native.PagedView,
         block_ids: Sequence[int],
-        pieces: Sequence[tuple[int, int, int, int]],
+        pieces: Sequence[_native.Piece],
         pool: _native.SlotPool,
         stream: int | None,
     ) -> _native.Ticket:
@@ -390,6 +392,7 @@ class HiddenStateStore:
                 evicted_chunks=self._evicted_chunks,
                 pending_transfers=self._engine.pending if self._engine else 0,
                 pinned_bytes=self._registration.bytes if self._registration else 0,
+                pinning=self._registration is not None and self._registration.at_work,
                 pin_refusal=self._registration.refusal if self._registration else "",
                 touched_bytes=arena.touched_bytes,
                 touching=arena.touching,
@@ -499,13 +502,6 @@ class HiddenStateStore:
             self._place_pages(rows.device)
             if rows.device.type == "cuda":
                 self._registration = engine.register_pool(self._pool)
-                if self._registration.refusal:
-                    logger.warning(
-                        "%d of the pool's %d bytes are pinned, copies to the rest are slower: %s",
-                        self._registration.bytes,
-                        self._arena.bytes,
-                        self._registration.refusal,
-                    )
         if self._rows != rows:
             raise ValueError(
                 f"rows are {rows}, but this store holds rows of {self._rows}: open another store"

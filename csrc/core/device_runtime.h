@@ -1,12 +1,15 @@
 // What the transfer engine needs of a device: memory, streams, events, row kernels and copies.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "core/rows_task.h"
 
@@ -49,12 +52,27 @@ class Buffer {
 class Registration {
  public:
   virtual ~Registration() = default;
+  // Has the device take more of the memory, which may take it a second. Returns whether there is
+  // more to take: not where all was taken, nor where the device refused. One thread at a time.
+  virtual bool extend() = 0;
+
+  // These are thread-safe.
   std::int64_t bytes() const { return bytes_; }
-  // Why not all of it was taken, in the device's own words; empty where all was.
-  const std::string& refusal() const { return refusal_; }
+  // Why not all of it was taken, in the device's own words; empty where nothing was refused.
+  std::string refusal() const {
+    const std::lock_guard lock(mutex_);
+    return refusal_;
+  }
 
  protected:
-  std::int64_t bytes_ = 0;
+  void refuse(std::string why) {
+    const std::lock_guard lock(mutex_);
+    refusal_ = std::move(why);
+  }
+  std::atomic<std::int64_t> bytes_{0};
+
+ private:
+  mutable std::mutex mutex_;
   std::string refusal_;
 };
 
@@ -90,8 +108,9 @@ class DeviceRuntime {
   virtual std::unique_ptr<Stream> create_stream() = 0;
   virtual std::unique_ptr<Buffer> allocate_device(std::int64_t bytes) = 0;
   virtual std::unique_ptr<Buffer> allocate_pinned(std::int64_t bytes) = 0;
-  // Registers `bytes` of memory made of units of `unit` bytes, none of which is cut in two. Where
-  // the device refuses, what it took until then stays; never throws for a refusal.
+  // Registers `bytes` of memory made of units of `unit` bytes, none of which is cut in two, with
+  // each call of extend() a piece. Where the device refuses, what it took until then stays; never
+  // throws for a refusal.
   virtual std::unique_ptr<Registration> register_host(std::byte* data, std::int64_t bytes,
                                                       std::int64_t unit) = 0;
   // An event after everything that has been enqueued so far on somebody else's stream, given as

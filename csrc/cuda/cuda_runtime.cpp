@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <map>
 #include <mutex>
 #include <numeric>
 #include <stdexcept>
@@ -68,35 +69,82 @@ class PinnedBuffer final : public Buffer {
   }
 };
 
+}  // namespace
+
+// The host memory of registrations that is not registered, or not yet. Thread-safe.
+class DetourRanges {
+ public:
+  void set(const void* registration, const std::byte* begin, const std::byte* end) {
+    const std::lock_guard lock(mutex_);
+    ranges_[registration] = {begin, end};
+  }
+  void remove(const void* registration) {
+    const std::lock_guard lock(mutex_);
+    ranges_.erase(registration);
+  }
+  bool touch(const Copy& copy) const {
+    const std::lock_guard lock(mutex_);
+    return std::any_of(ranges_.begin(), ranges_.end(), [&](const auto& entry) {
+      const auto [begin, end] = entry.second;
+      const auto overlaps = [&](const std::byte* side) {
+        return side < end && begin < side + copy.bytes;
+      };
+      return overlaps(copy.to) || overlaps(copy.from);
+    });
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::map<const void*, std::pair<const std::byte*, const std::byte*>> ranges_;
+};
+
+namespace {
+
 // Registered pieces, each of whole units and whole pages.
 class CudaRegistration final : public Registration {
  public:
-  CudaRegistration(std::byte* data, std::int64_t bytes, std::int64_t unit) {
+  CudaRegistration(int device, std::shared_ptr<DetourRanges> detours, std::byte* data,
+                   std::int64_t bytes, std::int64_t unit)
+      : device_(device), detours_(std::move(detours)), data_(data), all_bytes_(bytes) {
     constexpr std::int64_t kPage = 4096;
-    constexpr std::int64_t kMostBytes = std::int64_t{4} << 30;
+    // CUDA takes 4 GiB at a time without complaint; less lets it begin, and end, sooner.
+    constexpr std::int64_t kPieceBytes = std::int64_t{1} << 30;
     const std::int64_t step = std::lcm(unit, kPage);
-    const std::int64_t piece = std::max(step, kMostBytes / step * step);
-    while (bytes_ < bytes) {
-      const std::int64_t next = std::min(piece, bytes - bytes_);
-      const cudaError_t error =
-          cudaHostRegister(data + bytes_, static_cast<std::size_t>(next), cudaHostRegisterPortable);
-      if (error != cudaSuccess) {
-        static_cast<void>(cudaGetLastError());
-        refusal_ = std::string(cudaGetErrorName(error)) + " (" + cudaGetErrorString(error) + ")";
-        return;
-      }
-      pieces_.push_back(data + bytes_);
-      bytes_ += next;
-    }
+    piece_bytes_ = std::max(step, kPieceBytes / step * step);
+    detours_->set(this, data, data + bytes);
   }
   ~CudaRegistration() override {
     const BesideCaptures beside_captures;
     for (std::byte* const piece : pieces_) static_cast<void>(cudaHostUnregister(piece));
+    detours_->remove(this);
   }
   CudaRegistration(const CudaRegistration&) = delete;
   CudaRegistration& operator=(const CudaRegistration&) = delete;
 
+  bool extend() override {
+    if (bytes_ == all_bytes_) return false;
+    const OnDevice here(device_);
+    std::byte* const piece = data_ + bytes_;
+    const std::int64_t bytes = std::min(piece_bytes_, all_bytes_ - bytes_);
+    const cudaError_t error =
+        cudaHostRegister(piece, static_cast<std::size_t>(bytes), cudaHostRegisterPortable);
+    if (error != cudaSuccess) {
+      static_cast<void>(cudaGetLastError());
+      refuse(std::string(cudaGetErrorName(error)) + " (" + cudaGetErrorString(error) + ")");
+      return false;
+    }
+    pieces_.push_back(piece);
+    bytes_ += bytes;
+    detours_->set(this, data_ + bytes_, data_ + all_bytes_);
+    return bytes_ < all_bytes_;
+  }
+
  private:
+  const int device_;
+  const std::shared_ptr<DetourRanges> detours_;
+  std::byte* const data_;
+  const std::int64_t all_bytes_;
+  std::int64_t piece_bytes_ = 0;
   std::vector<std::byte*> pieces_;
 };
 
@@ -185,8 +233,12 @@ namespace {
 
 class CudaStream final : public Stream {
  public:
-  CudaStream(int device, const unsigned* max_grid, std::shared_ptr<EventPool> events)
-      : device_(device), max_grid_(max_grid), events_(std::move(events)) {
+  CudaStream(int device, const unsigned* max_grid, std::shared_ptr<EventPool> events,
+             std::shared_ptr<DetourRanges> detours)
+      : device_(device),
+        max_grid_(max_grid),
+        events_(std::move(events)),
+        detours_(std::move(detours)) {
     const OnDevice here(device);
     int lowest = 0;
     int highest = 0;
@@ -225,7 +277,9 @@ class CudaStream final : public Stream {
   void copy(std::span<const Copy> copies, cudaMemcpyKind kind) {
     const OnDevice here(device_);
 #if CUDART_VERSION >= 13000
-    if (copies.size() > 1) {
+    // Of memory that makes a detour the batch promises nothing.
+    const auto makes_detour = [this](const Copy& piece) { return detours_->touch(piece); };
+    if (copies.size() > 1 && std::none_of(copies.begin(), copies.end(), makes_detour)) {
       copy_batch(copies);
       return;
     }
@@ -262,12 +316,16 @@ class CudaStream final : public Stream {
   const int device_;
   const unsigned* const max_grid_;
   const std::shared_ptr<EventPool> events_;
+  const std::shared_ptr<DetourRanges> detours_;
   cudaStream_t stream_ = nullptr;
 };
 
 }  // namespace
 
-CudaRuntime::CudaRuntime(int device) : device_(device), events_(std::make_shared<EventPool>()) {
+CudaRuntime::CudaRuntime(int device)
+    : device_(device),
+      events_(std::make_shared<EventPool>()),
+      detours_(std::make_shared<DetourRanges>()) {
   int count = 0;
   check(cudaGetDeviceCount(&count), "looking for CUDA devices");
   if (device < 0 || device >= count) {
@@ -280,7 +338,7 @@ CudaRuntime::CudaRuntime(int device) : device_(device), events_(std::make_shared
 CudaRuntime::~CudaRuntime() = default;
 
 std::unique_ptr<Stream> CudaRuntime::create_stream() {
-  return std::make_unique<CudaStream>(device_, &max_grid_, events_);
+  return std::make_unique<CudaStream>(device_, &max_grid_, events_, detours_);
 }
 
 std::unique_ptr<Buffer> CudaRuntime::allocate_device(std::int64_t bytes) {
@@ -295,8 +353,7 @@ std::unique_ptr<Buffer> CudaRuntime::allocate_pinned(std::int64_t bytes) {
 
 std::unique_ptr<Registration> CudaRuntime::register_host(std::byte* data, std::int64_t bytes,
                                                          std::int64_t unit) {
-  const OnDevice here(device_);
-  return std::make_unique<CudaRegistration>(data, bytes, unit);
+  return std::make_unique<CudaRegistration>(device_, detours_, data, bytes, unit);
 }
 
 std::shared_ptr<Event> CudaRuntime::record_on(std::uintptr_t stream) {

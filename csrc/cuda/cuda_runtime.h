@@ -9,6 +9,7 @@
 namespace hscache::cuda {
 
 class EventPool;
+class DetourRanges;
 
 // Streams of their own at the device's lowest or highest priority, beside whatever the process
 // runs. Thread-safe; the device of the calling thread is left as it was.
@@ -23,7 +24,7 @@ class CudaRuntime final : public DeviceRuntime {
   std::unique_ptr<Stream> create_stream() override;
   std::unique_ptr<Buffer> allocate_device(std::int64_t bytes) override;
   std::unique_ptr<Buffer> allocate_pinned(std::int64_t bytes) override;
-  // In pieces of at most 4 GiB: one call for all would hold the driver's lock, and so every CUDA
+  // In pieces of about 1 GiB: one call for all would hold the driver's lock, and so every CUDA
   // process of the host, for as long as it takes to pin everything, and fails as a whole.
   std::unique_ptr<Registration> register_host(std::byte* data, std::int64_t bytes,
                                               std::int64_t unit) override;
@@ -37,6 +38,7 @@ class CudaRuntime final : public DeviceRuntime {
   const int device_;
   unsigned max_grid_ = 0;
   const std::shared_ptr<EventPool> events_;
+  const std::shared_ptr<DetourRanges> detours_;
 };
 
 // What the device answers when asked for its number, for people; empty where there is one.

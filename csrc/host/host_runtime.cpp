@@ -58,6 +58,7 @@ class HostBuffer final : public Buffer {
 class HostRegistration final : public Registration {
  public:
   explicit HostRegistration(std::int64_t bytes) { bytes_ = bytes; }
+  bool extend() override { return false; }
 };
 
 class HostStream final : public Stream {

@@ -2,6 +2,7 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <cstring>
 #include <memory>
 #include <numeric>
 #include <stdexcept>
@@ -91,14 +92,18 @@ TEST(cuda_runtime, memory_is_registered_in_pieces_of_whole_units) {
   const std::int64_t bytes = 700 * kGiB / kUnit * kUnit;
   {
     const auto registration = runtime.register_host(nowhere(), bytes, kUnit);
+    CHECK_EQ(registration->bytes(), 0);
+    while (registration->extend()) {
+    }
     CHECK_EQ(registration->bytes(), bytes);
+    CHECK(!registration->extend());
     CHECK_EQ(registration->refusal(), "");
     const std::vector<fake::Registered> pieces = fake::registered();
-    CHECK(pieces.size() > 170);
+    CHECK(pieces.size() >= 700);
     std::int64_t end = 0;
     for (const fake::Registered& piece : pieces) {
       CHECK_EQ(piece.begin - nowhere(), end);
-      CHECK(piece.bytes <= 4 * kGiB);
+      CHECK(piece.bytes <= kGiB);
       CHECK_EQ(piece.bytes % kUnit, 0);
       end += piece.bytes;
     }
@@ -112,9 +117,36 @@ TEST(cuda_runtime, a_refused_registration_keeps_what_was_taken_and_leaves_no_err
   cuda::CudaRuntime runtime(0);
   fake::fail("cudaHostRegister", cudaErrorMemoryAllocation, 2);
   const auto registration = runtime.register_host(nowhere(), 20 * kGiB, 1 << 20);
-  CHECK_EQ(registration->bytes(), 8 * kGiB);
+  while (registration->extend()) {
+  }
+  CHECK_EQ(registration->bytes(), 2 * kGiB);
   CHECK(registration->refusal().starts_with("cudaErrorMemoryAllocation"));
   CHECK_EQ(cudaGetLastError(), cudaSuccess);
+}
+
+TEST(cuda_runtime, rows_may_go_to_memory_that_is_not_registered_yet) {
+  fake::reset(1);
+  auto owned = std::make_unique<cuda::CudaRuntime>(0);
+  cuda::CudaRuntime& runtime = *owned;
+  std::vector<std::byte> host(64, std::byte{0xEE});
+  const auto device = runtime.allocate_device(64);
+  const auto stream = runtime.create_stream();
+  {
+    const auto registration = runtime.register_host(host.data(), 64, 16);
+    const std::vector<Copy> halves{{host.data(), device->data(), 32},
+                                   {host.data() + 32, device->data() + 32, 32}};
+    stream->copy_to_host(halves);
+    CHECK_EQ(fake::counters().batches, 0);
+    CHECK_EQ(fake::counters().pageable_copies, 2);
+    CHECK(!registration->extend());
+    CHECK_EQ(registration->bytes(), 64);
+    stream->copy_to_host(halves);
+    CHECK_EQ(fake::counters().batches, 1);
+    CHECK_EQ(fake::counters().pageable_copies, 2);
+    fake::finish();
+  }
+  const fake::DeviceAccess open;
+  CHECK_EQ(std::memcmp(host.data(), device->data(), 64), 0);
 }
 
 TEST(cuda_runtime, a_device_that_is_not_there_is_refused) {

@@ -104,7 +104,7 @@ def test_engine_and_pool_equal_indexing(
     assert slots is not None
     by_layer = [slots[i * len(firsts) : (i + 1) * len(firsts)] for i in range(layers)]
     pieces = [
-        (layer, start + first, min(rows_in_slot, length - first), slot)
+        (layer, start + first, min(rows_in_slot, length - first), slot, 0)
         for layer in range(layers)
         for first, slot in zip(firsts, by_layer[layer], strict=True)
     ]

@@ -43,7 +43,7 @@ class Setup:
         )
 
     def submit(self, wait: bool = False) -> _native.Ticket | None:
-        return self.engine.gather(self.view, [5, 2], [(1, 0, 8, 3)], self.pool, wait=wait)
+        return self.engine.gather(self.view, [5, 2], [(1, 0, 8, 3, 0)], self.pool, wait=wait)
 
     def accept(self) -> _native.Ticket:
         ticket = self.submit()
@@ -154,7 +154,7 @@ def test_another_process_reads_an_arena_and_cannot_write_to_it() -> None:
     engine = _native.TransferEngine()
 
     def write(slot: int) -> None:
-        ticket = engine.gather(view, [0], [(0, 0, 1, slot)], pool)
+        ticket = engine.gather(view, [0], [(0, 0, 1, slot, 0)], pool)
         assert ticket is not None
         ticket.wait()
 
@@ -260,7 +260,9 @@ def test_slot_pool_keeps_its_arena_alive() -> None:
 
 
 def test_rows_come_back_across_slots(setup: Setup) -> None:
-    ticket = setup.engine.gather(setup.view, [5, 2, 7, 0], [(1, 0, 8, 9), (1, 8, 8, 4)], setup.pool)
+    ticket = setup.engine.gather(
+        setup.view, [5, 2, 7, 0], [(1, 0, 8, 9, 0), (1, 8, 8, 4, 0)], setup.pool
+    )
     assert ticket is not None
     setup.engine.drain()
     expected = torch.cat([setup.paged[block, 1] for block in (5, 2, 7, 0)])
@@ -372,7 +374,7 @@ def test_waiting_for_room_releases_the_gil() -> None:
 def test_drain_waits_for_all_that_was_accepted(setup: Setup) -> None:
     engine = _native.TransferEngine()
     tickets = [
-        engine.gather(setup.view, [5, 2], [(1, 0, 8, slot)], setup.pool) for slot in range(16)
+        engine.gather(setup.view, [5, 2], [(1, 0, 8, slot, 0)], setup.pool) for slot in range(16)
     ]
     drained = in_thread(engine.drain)
     assert drained() is None
@@ -409,26 +411,30 @@ def test_a_timeout_beyond_all_clocks_is_no_timeout(setup: Setup, timeout_s: floa
 
 
 def test_gather_refusals_accept_nothing(setup: Setup) -> None:
-    def gather(
-        block_ids: list[int], piece: tuple[int, int, int, int], stream: int = 0
-    ) -> Callable[[], object]:
+    def gather(block_ids: list[int], piece: _native.Piece, stream: int = 0) -> Callable[[], object]:
         return lambda: setup.engine.gather(
-            setup.view, block_ids, [(0, 0, 1, 0), piece], setup.pool, producer_stream=stream
+            setup.view, block_ids, [(0, 0, 1, 0, 0), piece], setup.pool, producer_stream=stream
         )
 
-    refused_texts(gather([5], (2, 0, 1, 0)), IndexError, "layer 2 is outside the source's 2 layers")
-    refused_texts(gather([5], (0, 0, 1, 16)), IndexError, "slot 16 is outside the pool's 16 slots")
-    refused_texts(gather([5], (0, 0, 1, -1)), IndexError, "slot -1 is outside")
-    refused_texts(gather([5, 8], (0, 0, 8, 0)), IndexError, r"block_ids\[1\] is 8, outside")
     refused_texts(
-        gather([5], (0, 0, 8, 0)), IndexError, "reach beyond the 4 tokens of a table of 1"
+        gather([5], (2, 0, 1, 0, 0)), IndexError, "layer 2 is outside the paged memory's 2 layers"
     )
-    refused_texts(gather([5], (0, -1, 1, 0)), ValueError, "start is -1, must be 0 or more")
-    refused_texts(gather([5], (0, 0, -1, 0)), ValueError, "length is -1, must be 0 or more")
     refused_texts(
-        gather([5, 5, 5], (0, 0, 9, 0)), ValueError, "9 rows does not fit a slot of 8 rows"
+        gather([5], (0, 0, 1, 16, 0)), IndexError, "slot 16 is outside the pool's 16 slots"
     )
-    refused_texts(gather([5], (0, 0, 1, 0), stream=7), ValueError, "the stream is 7")
+    refused_texts(gather([5], (0, 0, 1, -1, 0)), IndexError, "slot -1 is outside")
+    refused_texts(gather([5, 8], (0, 0, 8, 0, 0)), IndexError, r"block_ids\[1\] is 8, outside")
+    refused_texts(
+        gather([5], (0, 0, 8, 0, 0)), IndexError, "reach beyond the 4 tokens of a table of 1"
+    )
+    refused_texts(gather([5], (0, -1, 1, 0, 0)), ValueError, "start is -1, must be 0 or more")
+    refused_texts(gather([5], (0, 0, -1, 0, 0)), ValueError, "length is -1, must be 0 or more")
+    refused_texts(
+        gather([5, 5, 5], (0, 0, 9, 0, 0)),
+        ValueError,
+        "9 rows from row 0 on does not fit a slot of 8 rows",
+    )
+    refused_texts(gather([5], (0, 0, 1, 0, 0), stream=7), ValueError, "the stream is 7")
     assert setup.engine.pending == 0
     assert not setup.read([0], 0, 8).any()
 
@@ -445,7 +451,7 @@ def test_threads_share_an_engine(setup: Setup) -> None:
     def work(slot: int) -> bool:
         for round_ in range(50):
             block = (slot + round_) % BLOCKS
-            ticket = engine.gather(setup.view, [block], [(0, 0, 4, slot)], setup.pool)
+            ticket = engine.gather(setup.view, [block], [(0, 0, 4, slot, 0)], setup.pool)
             assert ticket is not None
             ticket.wait()
             if not torch.equal(setup.read([slot], 0, 4), setup.paged[block, 0]):
@@ -466,10 +472,10 @@ FORK = """
     pool = _native.SlotPool(_native.Arena(256), 128)
     engine = _native.TransferEngine()
     idle = _native.TransferEngine(threaded=False)
-    pending = idle.gather(view, [0], [(0, 0, 4, 1)], pool)
+    pending = idle.gather(view, [0], [(0, 0, 4, 1, 0)], pool)
 
     def gather():
-        ticket = engine.gather(view, [1], [(0, 0, 4, 0)], pool)
+        ticket = engine.gather(view, [1], [(0, 0, 4, 0, 0)], pool)
         ticket.wait()
         assert ticket.done, ticket.error
 

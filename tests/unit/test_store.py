@@ -1038,11 +1038,11 @@ def test_huge_pages_that_cannot_be_had_are_said(caplog: pytest.LogCaptureFixture
 def test_stats_say_what_a_gpu_refused_to_pin(store: HiddenStateStore) -> None:
     put(store, list(range(4)))
     stats = store.stats()
-    assert (stats.pinned_bytes, stats.pin_refusal) == (0, "")
+    assert (stats.pinned_bytes, stats.pinning, stats.pin_refusal) == (0, False, "")
     refusal = "cudaErrorMemoryAllocation (out of memory)"
-    store._registration = SimpleNamespace(bytes=96, refusal=refusal)  # type: ignore[assignment]
+    store._registration = SimpleNamespace(bytes=96, at_work=True, refusal=refusal)  # type: ignore[assignment]
     stats = store.stats()
-    assert (stats.pinned_bytes, stats.pin_refusal) == (96, refusal)
+    assert (stats.pinned_bytes, stats.pinning, stats.pin_refusal) == (96, True, refusal)
 
 
 def test_stats_say_how_fragmented_the_pool_is(store: HiddenStateStore) -> None:
