@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "core/mutation.h"
+#include "core/row_convert.h"
 #include "core/transfer_engine.h"
 #include "cuda/cuda_runtime.h"
 #include "tests/fake_cuda.h"
@@ -29,12 +30,19 @@ namespace {
 
 constexpr std::int64_t kBlocks = 12;
 
-// What a row holds that was written for the `version`-th time.
-std::byte content(std::int64_t version, std::int64_t block, std::int64_t layer, std::int64_t token,
-                  std::int64_t byte) {
-  return static_cast<std::byte>(version * 101 + block * 53 + layer * 29 + token * 17 + byte * 7 +
-                                1);
-}
+// What a row holds that was written for the `version`-th time. Where somebody looks at elements
+// they are bfloat16 numbers, and some rows hold an infinity.
+struct Content {
+  bool numbers = false;
+
+  std::byte operator()(std::int64_t version, std::int64_t block, std::int64_t layer,
+                       std::int64_t token, std::int64_t byte) const {
+    const std::int64_t row = version * 101 + block * 53 + layer * 29 + token * 17;
+    if (numbers && byte < 2 && row % 7 == 0) return byte == 0 ? std::byte{0x80} : std::byte{0x7F};
+    const auto any = static_cast<std::byte>(row + byte * 7 + 1);
+    return numbers ? any & std::byte{0x3F} : any;
+  }
+};
 
 // What was wrong in one world.
 struct Findings {
@@ -81,7 +89,10 @@ class World {
     auto runtime = std::make_unique<cuda::CudaRuntime>(0);
     runtime->set_max_grid(2);
     TransferOptions options;
-    options.staging_bytes = 4 * view_.row_bytes * random_.in(1, 12);
+    content_.numbers = random_.chance(50);
+    options.staging_bytes = 4 * (2 * view_.row_bytes + 4) * random_.in(1, 12);
+    options.dma_span_bytes = random_.pick({std::int64_t{1} << 20, view_.row_bytes + 1, 1L});
+    options.zero_copy = random_.chance(15);
     const std::int64_t before = fake::counters().device_bytes;
     engine_ = std::make_unique<TransferEngine>(std::move(runtime), options, false);
     ring_bytes_ = fake::counters().device_bytes - before;
@@ -160,7 +171,7 @@ class World {
     findings_.add(fake::counters().misuses, "memory is let go while it is used");
   }
 
-  // Rows in pinned host memory: [layer][token].
+  // Pinned host memory: rows [layer][token], then their scales.
   struct Rows {
     std::vector<std::byte> bytes;
     explicit Rows(std::int64_t size) : bytes(static_cast<std::size_t>(size), std::byte{0xEE}) {
@@ -173,7 +184,10 @@ class World {
     std::int64_t start = 0;
     std::int64_t length = 0;
     std::int64_t left_alone = -1;  // a layer without a place, -1 for none
-    std::vector<std::byte> expected;
+    Element stored = Element::kAny;
+    bool counts = false;
+    std::int64_t non_finite_rows = 0;
+    std::vector<std::byte> expected;  // of what is written: the rows, or the cache's
     std::shared_ptr<Rows> rows;
     std::shared_ptr<Ticket> ticket;
     bool may_fail = false;
@@ -213,14 +227,73 @@ class World {
     for (int turn = 0; turn < 20'000 && !done(); ++turn) poll();
   }
 
-  std::int64_t layer_bytes(const Job& job) const { return job.length * view_.row_bytes; }
+  Element element() const { return content_.numbers ? Element::kBFloat16 : Element::kAny; }
+  std::int64_t row_bytes(const Job& job) const {
+    return view_.row_bytes / element_bytes(element()) * element_bytes(job.stored);
+  }
+  // Places in a job's rows.
+  std::int64_t row_at(const Job& job, std::int64_t layer, std::int64_t i) const {
+    return (layer * job.length + i) * row_bytes(job);
+  }
+  std::int64_t scale_at(const Job& job, std::int64_t layer, std::int64_t i) const {
+    const std::int64_t rows = view_.num_layers * job.length * row_bytes(job);
+    return (rows + 3) / 4 * 4 + (layer * job.length + i) * 4;
+  }
+  std::int64_t rows_bytes(const Job& job) const {
+    return job.stored == Element::kFloat8 ? scale_at(job, view_.num_layers, 0)
+                                          : row_at(job, view_.num_layers, 0);
+  }
+
+  // What the cache's row becomes on its way to `rows`, or the other way round.
+  bool convert(const Job& job, bool to_rows, const std::byte* from, std::byte* to,
+               std::byte* scale) const {
+    if (!content_.numbers) {
+      std::memcpy(to, from, static_cast<std::size_t>(view_.row_bytes));
+      return true;
+    }
+    return convert_row(to_rows ? element() : job.stored, from, to_rows ? job.stored : element(), to,
+                       view_.row_bytes / 2, reinterpret_cast<float*>(scale));
+  }
+
+  // What the job must write, and for a scatter the rows that it reads.
+  void expect(Job& job) {
+    const bool gathers = job.direction == Direction::kGather;
+    if (!gathers) {
+      job.expected.resize(
+          static_cast<std::size_t>(view_.num_layers * job.length * view_.row_bytes));
+    }
+    std::vector<std::byte>& rows = gathers ? job.expected : job.rows->bytes;
+    if (gathers) rows = job.rows->bytes;
+    for (std::int64_t layer = 0; layer < view_.num_layers; ++layer) {
+      if (layer == job.left_alone) continue;
+      for (std::int64_t i = 0; i < job.length; ++i) {
+        const std::int64_t position = job.start + i;
+        const std::int64_t block =
+            job.blocks[static_cast<std::size_t>(position / view_.block_size)];
+        std::vector<std::byte> row(static_cast<std::size_t>(view_.row_bytes));
+        for (std::int64_t byte = 0; byte < view_.row_bytes; ++byte) {
+          const std::int64_t version = gathers ? versions_[static_cast<std::size_t>(block)] : 1000;
+          row[static_cast<std::size_t>(byte)] =
+              content_(version, block, layer, position % view_.block_size, byte);
+        }
+        std::byte* const packed = rows.data() + row_at(job, layer, i);
+        std::byte* const scale =
+            job.stored == Element::kFloat8 ? rows.data() + scale_at(job, layer, i) : nullptr;
+        const bool finite = convert(job, true, row.data(), packed, scale);
+        job.non_finite_rows += job.counts && !finite;
+        if (gathers) continue;
+        std::byte* const cached = job.expected.data() + (layer * job.length + i) * view_.row_bytes;
+        static_cast<void>(convert(job, false, packed, cached, scale));
+      }
+    }
+  }
 
   // The producer writes a block anew, piece by piece, when its stream comes to it.
   void write_block(std::int64_t block) {
     const std::int64_t version = ++versions_[static_cast<std::size_t>(block)];
     std::vector<std::function<void()>> pieces;
     for (std::int64_t layer = 0; layer < view_.num_layers; ++layer) {
-      pieces.push_back([view = view_, version, block, layer] {
+      pieces.push_back([view = view_, content = content_, version, block, layer] {
         for (std::int64_t token = 0; token < view.block_size; ++token) {
           for (std::int64_t byte = 0; byte < view.row_bytes; ++byte) {
             view.data[view.offset(block, layer, token) + byte] =
@@ -250,7 +323,11 @@ class World {
     job->direction = random_.chance(70) ? Direction::kGather : Direction::kScatter;
     if (view_.num_layers > 1 && random_.chance(20))
       job->left_alone = random_.in(0, view_.num_layers - 1);
-    job->rows = std::make_shared<Rows>(view_.num_layers * layer_bytes(*job));
+    if (content_.numbers) {
+      job->stored = random_.pick({Element::kBFloat16, Element::kFloat32, Element::kFloat8});
+      job->counts = random_.chance(50);
+    }
+    job->rows = std::make_shared<Rows>(rows_bytes(*job));
     used_.insert(job->blocks.begin(), job->blocks.end());
 
     // The producer writes these blocks on its stream, sooner or later.
@@ -262,29 +339,14 @@ class World {
         write_block(block);
       }
     }
-    job->expected = job->rows->bytes;
-    for (std::int64_t layer = 0; layer < view_.num_layers; ++layer) {
-      if (layer == job->left_alone) continue;
-      for (std::int64_t i = 0; i < job->length; ++i) {
-        for (std::int64_t byte = 0; byte < view_.row_bytes; ++byte) {
-          const std::int64_t position = job->start + i;
-          const std::int64_t block =
-              job->blocks[static_cast<std::size_t>(position / view_.block_size)];
-          const auto at =
-              static_cast<std::size_t>(layer * layer_bytes(*job) + i * view_.row_bytes + byte);
-          job->expected[at] = job->direction == Direction::kGather
-                                  ? content(versions_[static_cast<std::size_t>(block)], block,
-                                            layer, position % view_.block_size, byte)
-                                  : static_cast<std::byte>(random_.in(0, 255));
-        }
-      }
-    }
-    if (job->direction == Direction::kScatter) job->rows->bytes = job->expected;
+    expect(*job);
 
     RowsPiece piece{.start = job->start, .length = job->length, .layers = {}};
+    std::byte* const rows = job->rows->bytes.data();
     for (std::int64_t layer = 0; layer < view_.num_layers; ++layer) {
-      piece.layers.push_back(
-          layer == job->left_alone ? nullptr : job->rows->bytes.data() + layer * layer_bytes(*job));
+      piece.layers.push_back(layer == job->left_alone ? nullptr : rows + row_at(*job, layer, 0));
+      if (job->stored != Element::kFloat8) continue;
+      piece.scales.push_back(reinterpret_cast<float*>(rows + scale_at(*job, layer, 0)));
     }
     const auto blocked = fake::counters().blocking_calls;
     job->may_fail = fails_ || lost_;
@@ -293,7 +355,10 @@ class World {
                                      .paged = view_,
                                      .block_ids = job->blocks,
                                      .pieces = {piece},
-                                     .after_stream = reinterpret_cast<std::uintptr_t>(producer_)},
+                                     .after_stream = reinterpret_cast<std::uintptr_t>(producer_),
+                                     .paged_element = element(),
+                                     .rows_element = job->stored,
+                                     .count_non_finite = job->counts},
                                     Backpressure::kRefuse);
     } catch (const DeviceError&) {
       findings_.add(!job->may_fail, "a transfer fails for no reason");
@@ -361,7 +426,22 @@ class World {
     });
   }
 
+  // Equal to the bit, but for the bits of NaNs, which the core and CUDA choose as they like.
+  bool same_row(const std::byte* a, const std::byte* b) const {
+    if (!content_.numbers) return std::memcmp(a, b, static_cast<std::size_t>(view_.row_bytes)) == 0;
+    for (std::int64_t at = 0; at < view_.row_bytes; at += 2) {
+      std::uint16_t x = 0;
+      std::uint16_t y = 0;
+      std::memcpy(&x, a + at, 2);
+      std::memcpy(&y, b + at, 2);
+      const bool nans = (x & 0x7FFFU) > 0x7F80U && (y & 0x7FFFU) > 0x7F80U;
+      if (x != y && !nans) return false;
+    }
+    return true;
+  }
+
   void check(const Job& job) {
+    findings_.add(job.ticket->non_finite_rows() != job.non_finite_rows, "rows counted");
     if (job.direction == Direction::kGather) {
       findings_.add(job.rows->bytes != job.expected, "gathered rows");
       return;
@@ -375,15 +455,15 @@ class World {
             job.blocks[static_cast<std::size_t>(position / view_.block_size)];
         const std::byte* row = view_.data + view_.offset(block, layer, position % view_.block_size);
         const std::byte* expected =
-            job.expected.data() + layer * layer_bytes(job) + i * view_.row_bytes;
-        findings_.add(std::memcmp(row, expected, static_cast<std::size_t>(view_.row_bytes)) != 0,
-                      "scattered rows");
+            job.expected.data() + (layer * job.length + i) * view_.row_bytes;
+        findings_.add(!same_row(row, expected), "scattered rows");
       }
     }
   }
 
   Random random_;
   PagedView view_;
+  Content content_;
   std::vector<std::int64_t> versions_;
   std::set<std::int64_t> used_;
   cudaStream_t producer_ = nullptr;
