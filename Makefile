@@ -10,7 +10,7 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 CXX_FILES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: help build demo test test-fast test-cpp sanitize soak wheel test-wheel lint format bench clean
+.PHONY: help build demo test test-fast test-cpp sanitize fuzz soak wheel test-wheel lint format bench clean
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -28,7 +28,7 @@ build: $(BUILD) ## make .venv, install what is needed, build the native code
 demo: $(BUILD) ## run the main job on a real engine and a real model
 	@$(PY) -m demo $(ARGS)
 
-test: $(BUILD) test-cpp sanitize ## all tests: C++ (plain and under sanitizers), Python, the real engine
+test: $(BUILD) test-cpp sanitize fuzz ## all tests: C++ (plain, under sanitizers, fuzzed), Python, the real engine
 	@$(PY) -m pytest --junitxml=build/pytest.xml $(ARGS)
 
 test-fast: $(BUILD) test-cpp ## what does not start an engine, in under two minutes
@@ -41,9 +41,11 @@ sanitize: .venv/.ready ## the C++ tests under AddressSanitizer with UBSan, and u
 	@tools/ctest.sh address,undefined
 	@tools/ctest.sh thread
 
-soak: sanitize ## what runs long: many more seeds of the hostile streams, about half an hour
-	@HSCACHE_SEEDS=20000 build/tests-address-undefined/csrc/tests/cuda_tests hostile_streams.
-	@HSCACHE_SEEDS=20000 build/tests-thread/csrc/tests/cuda_tests hostile_streams.
+fuzz: .venv/.ready ## libFuzzer on the copy plan, for HSCACHE_FUZZ_SECONDS (20)
+	@tools/fuzz.sh $${HSCACHE_FUZZ_SECONDS:-20}
+
+soak: sanitize ## what runs long, about half an hour: HSCACHE_SEEDS hostile seeds, then the fuzzer; docs/soak.md
+	@tools/soak.sh
 
 wheel: $(BUILD) ## a wheel in dist/
 	@rm -rf dist

@@ -1,6 +1,7 @@
 #include "core/copy_plan.h"
 
 #include <algorithm>
+#include <initializer_list>
 #include <limits>
 #include <stdexcept>
 #include <string>
@@ -8,7 +9,29 @@
 namespace hscache {
 namespace {
 
+constexpr std::int64_t kMost = std::numeric_limits<std::int64_t>::max();
+// No memory is as large, and up to here neither offsets nor the steps between them overflow.
+constexpr std::int64_t kMostExtent = kMost / 4;
+
 std::string text(std::int64_t n) { return std::to_string(n); }
+
+struct Axis {
+  std::int64_t size = 0;
+  std::int64_t stride = 0;
+};
+
+// Whether rows of `row_bytes` along these axes lie within kMostExtent bytes.
+bool fits(std::int64_t row_bytes, std::initializer_list<Axis> axes) {
+  std::int64_t left = kMostExtent - row_bytes;
+  for (const Axis& axis : axes) {
+    std::int64_t reach = 0;
+    if (axis.size < 2) continue;
+    if (__builtin_mul_overflow(axis.size - 1, axis.stride, &reach)) return false;
+    if (reach > left || reach < -left) return false;
+    left -= reach < 0 ? -reach : reach;
+  }
+  return left >= 0;
+}
 
 // Makes a plan of pieces that come in order.
 class Planner {
@@ -106,7 +129,6 @@ void check_reach(const PagedView& view, std::int64_t num_ids, std::int64_t start
   }
   if (length == 0) return;
   // A view of stride 0 may claim any block size, and start + length may overflow too.
-  constexpr std::int64_t kMost = std::numeric_limits<std::int64_t>::max();
   const std::int64_t covered =
       num_ids > kMost / view.block_size ? kMost : num_ids * view.block_size;
   if (start > covered || length > covered - start) {
@@ -114,6 +136,14 @@ void check_reach(const PagedView& view, std::int64_t num_ids, std::int64_t start
                             " reach beyond the " + text(covered) + " tokens of a table of " +
                             text(num_ids) + " blocks of " + text(view.block_size) +
                             ": pass a longer block table or a shorter range");
+  }
+  if (view.num_layers > 0 && !fits(view.row_bytes, {{view.num_blocks, view.block_stride},
+                                                    {view.num_layers, view.layer_stride},
+                                                    {view.block_size, view.token_stride}})) {
+    throw std::invalid_argument("paged view with strides of " + text(view.block_stride) + ", " +
+                                text(view.layer_stride) + " and " + text(view.token_stride) +
+                                " bytes reaches beyond " + text(kMostExtent) +
+                                " bytes: pass the strides of memory that exists");
   }
 }
 
@@ -136,6 +166,12 @@ std::vector<CopySpan> plan_copy(const PagedView& view, const BlockTable& blocks,
                                 std::int64_t length, const RowsView& rows) {
   check_range(view, blocks, start, length);
   if (length == 0 || view.num_layers == 0) return {};
+  if (!fits(view.row_bytes, {{length, rows.token_stride}, {view.num_layers, rows.layer_stride}})) {
+    throw std::invalid_argument("rows with strides of " + text(rows.token_stride) + " and " +
+                                text(rows.layer_stride) + " bytes reach beyond " +
+                                text(kMostExtent) +
+                                " bytes: pass the strides of memory that exists");
+  }
   Planner plan;
   const bool layers_touch = view.num_layers == 1 || (view.layer_stride == view.row_bytes &&
                                                      rows.layer_stride == view.row_bytes);

@@ -23,8 +23,8 @@ struct CopySpan {
 };
 
 // Checks that tokens `[start, start + length)` lie inside a table of `num_ids` blocks. Throws
-// std::invalid_argument (negative start or length, a view that makes no sense) or
-// std::out_of_range.
+// std::invalid_argument (negative start or length, a view that makes no sense or is larger than any
+// memory) or std::out_of_range.
 void check_reach(const PagedView& view, std::int64_t num_ids, std::int64_t start,
                  std::int64_t length);
 
@@ -36,7 +36,8 @@ void check_range(const PagedView& view, const BlockTable& blocks, std::int64_t s
 // `rows`, where the first of these tokens is row 0. The same plan serves both directions.
 //
 // Rows that lie side by side on both sides become one piece, also across neighbouring blocks;
-// pieces at a constant step become one span. Checks its arguments as check_range() does.
+// pieces at a constant step become one span. Checks its arguments as check_range() does, and the
+// strides of `rows` likewise.
 // Thread-safe. Memory: at most one span for each block and layer, 48 bytes each.
 std::vector<CopySpan> plan_copy(const PagedView& view, const BlockTable& blocks, std::int64_t start,
                                 std::int64_t length, const RowsView& rows);

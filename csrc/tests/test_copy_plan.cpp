@@ -234,6 +234,25 @@ TEST(copy_plan, refuses_a_view_that_makes_no_sense) {
   CHECK_THROWS(std::invalid_argument, "[-1 blocks", plan_of(view, {5}, 0, 0));
 }
 
+TEST(copy_plan, refuses_strides_beyond_any_memory) {
+  // Their sums and differences would overflow, and wrap around to an offset that looks right.
+  for (std::int64_t PagedView::* stride :
+       {&PagedView::block_stride, &PagedView::layer_stride, &PagedView::token_stride}) {
+    for (const std::int64_t bytes : {kMost, -kMost - 1, kMost / 4}) {
+      PagedView view = token_major();
+      view.*stride = bytes;
+      CHECK_THROWS(std::invalid_argument, "reaches beyond 2305843009213693951 bytes",
+                   plan_of(view, {5}, 0, 1));
+    }
+  }
+  const Ids ids{5};
+  const BlockTable blocks{std::span<const std::int64_t>(ids)};
+  CHECK_THROWS(std::invalid_argument, "rows with strides of -9223372036854775807 and 8 bytes",
+               plan_copy(token_major(), blocks, 0, 4, {nullptr, -kMost, kRow}));
+  // A stride that no second row needs may be anything.
+  CHECK_EQ(plan_copy(token_major(), blocks, 0, 1, {nullptr, kMost, kRow}).size(), 1U);
+}
+
 TEST(copy_plan, random_layouts_equal_a_copy_row_by_row) {
   Random random(20261130);
   int exact = 0;

@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# What runs long, on the executables of `make sanitize`: HSCACHE_SEEDS seeds of the hostile streams under
+# either sanitizer, then the fuzzer for HSCACHE_FUZZ_SECONDS. The last result stands in docs/soak.md.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+export HSCACHE_SEEDS=${HSCACHE_SEEDS:-100000}
+fuzz_seconds=${HSCACHE_FUZZ_SECONDS:-600}
+rows=()
+status=0
+
+# NAME SHARE COMMAND...: runs it, and keeps a line for the table.
+stage() {
+  local name=$1 share=$2 start=$SECONDS outcome=passed
+  shift 2
+  echo "-- $name: $share"
+  if ! "$@" 2>&1 | tee build/soak.log; then
+    outcome=FAILED
+    status=1
+  elif grep -q 'left out' build/soak.log; then
+    outcome='left out: no clang'
+  fi
+  rows+=("| $name | $share | $((SECONDS - start)) | $outcome |")
+}
+
+seeds=hostile_streams.no_byte_is_wrong_under_any_schedule
+stage "hostile streams, AddressSanitizer and UBSan" "$HSCACHE_SEEDS seeds" \
+  build/tests-address-undefined/csrc/tests/cuda_tests "$seeds"
+stage "hostile streams, ThreadSanitizer" "$HSCACHE_SEEDS seeds" \
+  build/tests-thread/csrc/tests/cuda_tests "$seeds"
+stage "copy plan, libFuzzer" "$fuzz_seconds s" tools/fuzz.sh "$fuzz_seconds"
+
+{
+  echo "# The last long run"
+  echo
+  echo "\`make soak\` at $(git rev-parse --short HEAD 2>/dev/null || echo 'no commit'), $(date -u +%Y-%m-%d), $(nproc) CPU cores."
+  echo
+  echo "| what | share | seconds | outcome |"
+  echo "|---|---|---|---|"
+  printf '%s\n' "${rows[@]}"
+} >docs/soak.md
+cat docs/soak.md
+exit $status
