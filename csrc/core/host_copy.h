@@ -1,11 +1,16 @@
-// Running a copy plan on the calling thread.
+// Copies on the calling thread.
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
 #include <span>
 
 #include "core/copy_plan.h"
 
 namespace hscache {
+
+// Copies contiguous bytes, past the cache where there are many. The two must not overlap.
+void copy_bytes(std::byte* to, const std::byte* from, std::int64_t count);
 
 // Copies the spans of a plan from `paged` to `rows`. The two must not overlap.
 void copy_to_rows(const PagedView& paged, const RowsView& rows, std::span<const CopySpan> plan);

@@ -2,7 +2,6 @@
 
 #include <condition_variable>
 #include <cstdlib>
-#include <cstring>
 #include <deque>
 #include <functional>
 #include <mutex>
@@ -13,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/host_copy.h"
 #include "core/move_rows.h"
 
 namespace hscache {
@@ -94,7 +94,7 @@ class HostStream final : public Stream {
   void copy(std::span<const Copy> copies) {
     enqueue([copies = std::vector(copies.begin(), copies.end())] {
       for (const Copy& piece : copies) {
-        std::memcpy(piece.to, piece.from, static_cast<std::size_t>(piece.bytes));
+        copy_bytes(piece.to, piece.from, piece.bytes);
       }
     });
   }
