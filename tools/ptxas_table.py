@@ -20,15 +20,25 @@ _ENTRY = re.compile(
     re.DOTALL,
 )
 _WORDS = {"5uint4": 16, "5uint2": 8, "j": 4, "t": 2, "h": 1}
+_TYPES = {
+    "f": "float32",
+    "6__half": "float16",
+    "13__nv_bfloat16": "bfloat16",
+    "13__nv_fp8_e4m3": "float8",
+}
+_TYPE = "|".join(_TYPES)
 
 
 def describe(mangled: str) -> str:
-    """`gather, 16-byte words` out of a kernel's mangled name."""
-    found = re.search(r"rows_kernelILNS\d+_\S*?3WayE(\d)E(5uint4|5uint2|[jth])", mangled)
-    if found is None:
-        return mangled
-    way = ("gather", "scatter")[int(found[1])]
-    return f"{way}, {_WORDS[found[2]]}-byte words"
+    """`gather, 16-byte words` or `float16 to float8` out of a kernel's mangled name."""
+    if found := re.search(r"rows_kernelILNS\w*?9DirectionE(\d)E(5uint4|5uint2|[jth])", mangled):
+        way = ("gather", "scatter")[int(found[1])]
+        return f"{way}, {_WORDS[found[2]]}-byte words"
+    if found := re.search(rf"convert_kernelI({_TYPE})({_TYPE}|S\w*_)E", mangled):
+        source = _TYPES[found[1]]
+        # A type that stands there for the second time is mangled as a reference to the first.
+        return f"{source} to {_TYPES.get(found[2], source)}"
+    return mangled
 
 
 def main(nvcc: str = "nvcc") -> int:

@@ -18,6 +18,7 @@ __device__ __forceinline__ void copy_words(const Word* from, Word* to, std::int6
   // Several loads on their way before the first store: the compiler may not move a load over a
   // store that could change what it reads.
   constexpr int kBatch = 4;
+#pragma unroll 1
   for (std::int64_t first = threadIdx.x % kWarp; first < words; first += kBatch * kWarp) {
     Word batch[kBatch];
 #pragma unroll
@@ -42,6 +43,7 @@ __global__ void __launch_bounds__(kThreads) rows_kernel(RowsTask task) {
       if (kDirection == Direction::kScatter) return;
       Word fill;
       memset(&fill, place.kind == Kind::kBad ? 0xFF : 0, sizeof(fill));
+#pragma unroll 1
       for (std::int64_t word = lane; word < words; word += kWarp) packed[word] = fill;
       return;
     }
