@@ -11,7 +11,7 @@ namespace hscache::cuda {
 class EventPool;
 class DetourRanges;
 
-// Streams of their own at the device's lowest or highest priority, beside whatever the process
+// Streams of their own at the lowest priority, so that compute goes first, beside what the process
 // runs. Thread-safe; the device of the calling thread is left as it was.
 class CudaRuntime final : public DeviceRuntime {
  public:

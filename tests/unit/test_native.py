@@ -360,6 +360,44 @@ def test_waiting_for_a_ticket_releases_the_gil(setup: Setup) -> None:
     assert waited() is True
 
 
+@pytest.mark.parametrize("call", ["drain", "close", "read_rows", "ticket.wait"])
+def test_long_copies_leave_the_gil_to_others(call: str) -> None:
+    # 256 MiB of rows, all of them those of one block.
+    rows, row_bytes = 1 << 12, 1 << 16
+    block = torch.zeros(row_bytes, dtype=torch.uint8)
+    view = _native.PagedView(block.data_ptr(), (1, 1, rows), row_bytes, (0, 0, 0))
+    pool = _native.SlotPool(_native.Arena(rows * row_bytes), rows * row_bytes)
+    engine = _native.TransferEngine(lanes=1)
+    ticket = engine.gather(view, [0], [(0, 0, rows, 0, 0)], pool)
+    assert ticket is not None
+    if call == "read_rows":
+        ticket.wait()
+    calls: dict[str, Callable[[], object]] = {
+        "drain": engine.drain,
+        "close": engine.close,
+        "read_rows": lambda: pool.read_rows([0], row_bytes, 0, rows, block.data_ptr(), 0),
+        "ticket.wait": ticket.wait,
+    }
+    turns = [0]
+    over = threading.Event()
+
+    def count() -> None:
+        while not over.is_set():
+            turns[0] += 1
+
+    other = threading.Thread(target=count)
+    other.start()
+    while turns[0] == 0:
+        time.sleep(0.001)
+    before = turns[0]
+    calls[call]()
+    after = turns[0]
+    over.set()
+    other.join()
+    assert after - before > 100
+    engine.close()
+
+
 def test_waiting_for_room_releases_the_gil() -> None:
     setup = Setup(max_pending=1)
     setup.accept()
