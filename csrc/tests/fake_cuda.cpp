@@ -493,7 +493,7 @@ Reach reach(const void* address, std::size_t bytes) {
   const auto* const byte = static_cast<const std::byte*>(address);
   for (const auto& allocation : world->allocations) {
     if (byte < allocation->data || byte >= allocation->data + allocation->bytes) continue;
-    if (allocation->freed) misuse("a copy names memory that was given back");
+    if (allocation->freed) misuse("work names memory that was given back");
     return byte + bytes <= allocation->data + allocation->bytes ? Reach::kDirect : Reach::kNot;
   }
   const auto next = world->registered.upper_bound(byte);
@@ -979,6 +979,11 @@ cudaError_t cudaLaunchKernel(const void* kernel, dim3 grid, dim3 block, void** a
   // Arguments are read now, what they point to when the kernel runs.
   const auto bound = bind_arguments(kernel, arguments);
   if (!bound.run_thread) return refuse(cudaErrorInvalidDeviceFunction);
+  for (const void* const memory : bound.memory) {
+    if (memory != nullptr && reach(memory, 1) != Reach::kDirect) {
+      misuse("a kernel is given host memory that is neither pinned nor registered");
+    }
+  }
   return push_or_capture(at(stream), [=] {
     std::vector<unsigned> blocks(grid.x);
     std::iota(blocks.begin(), blocks.end(), 0U);

@@ -34,7 +34,7 @@ std::map<const void*, std::pair<Binder, bool>>& kernels() {
 struct Thread {
   std::unique_ptr<test::Fiber> fiber;
   uint3 index{};
-  const ThreadRunner* run = nullptr;
+  const std::function<void()>* run = nullptr;
   bool waits = false;
   Meeting meeting;
   std::uint64_t answer = 0;
@@ -159,8 +159,9 @@ void register_kernel(const void* kernel, Binder binder, bool collective) {
 Bound bind_arguments(const void* kernel, void** arguments) {
   const auto found = kernels().find(kernel);
   if (found == kernels().end()) return {};
-  const auto& [binder, collective] = found->second;
-  return {binder(kernel, arguments), collective};
+  Bound bound = found->second.first(kernel, arguments);
+  bound.collective = found->second.second;
+  return bound;
 }
 
 void run_block(const Bound& kernel, unsigned index, dim3 grid, dim3 block, std::uint64_t seed) {

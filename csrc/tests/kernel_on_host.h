@@ -17,6 +17,7 @@
 #include <tuple>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #undef __launch_bounds__
 #define __launch_bounds__(...)
@@ -39,25 +40,37 @@ struct Running {
 };
 extern Running running;
 
-// Runs one thread of a kernel with arguments as they were when it was launched.
-using ThreadRunner = std::function<void()>;
+// A kernel with its arguments, as they were when it was launched.
 struct Bound {
-  ThreadRunner run_thread;  // null for a kernel that was never registered
-  bool collective = false;  // its threads talk to each other
+  std::function<void()> run_thread;  // null for a kernel that was never registered
+  bool collective = false;           // its threads talk to each other
+  std::vector<const void*> memory;   // what its arguments point to, as far as they say
 };
 // Makes one of the arguments that the pointers point to.
-using Binder = ThreadRunner (*)(const void* kernel, void** arguments);
+using Binder = Bound (*)(const void* kernel, void** arguments);
 
 void register_kernel(const void* kernel, Binder binder, bool collective);
+
+// Where an argument points to: itself, or the `data` of a view.
+template <class T>
+const void* memory_of(const T& argument) {
+  if constexpr (std::is_pointer_v<T>) {
+    return argument;
+  } else if constexpr (requires { static_cast<const void*>(argument.data); }) {
+    return argument.data;
+  } else {
+    return nullptr;
+  }
+}
 
 template <class... Parameters>
 void register_kernel(void (*kernel)(Parameters...), bool collective) {
   const Binder binder = [](const void* self, void** arguments) {
-    return [&]<std::size_t... I>(std::index_sequence<I...>) -> ThreadRunner {
-      return [call = reinterpret_cast<void (*)(Parameters...)>(const_cast<void*>(self)),
-              values = std::tuple<Parameters...>(*static_cast<Parameters*>(arguments[I])...)] {
-        std::apply(call, values);
-      };
+    return [&]<std::size_t... I>(std::index_sequence<I...>) -> Bound {
+      const std::tuple<Parameters...> values(*static_cast<Parameters*>(arguments[I])...);
+      auto* const call = reinterpret_cast<void (*)(Parameters...)>(const_cast<void*>(self));
+      return {
+          [call, values] { std::apply(call, values); }, false, {memory_of(std::get<I>(values))...}};
     }(std::index_sequence_for<Parameters...>{});
   };
   register_kernel(reinterpret_cast<const void*>(kernel), binder, collective);

@@ -3,6 +3,7 @@
 
 #include <cstring>
 #include <functional>
+#include <utility>
 #include <vector>
 
 #include "cuda/launch.h"
@@ -112,6 +113,24 @@ TEST(fake_cuda, memory_that_a_copy_in_flight_uses_may_not_be_let_go) {
              static_cast<void>(cudaHostUnregister(rows.data())));
   CHECK_EQ(cudaStreamSynchronize(stream), cudaSuccess);
   CHECK_EQ(cudaHostUnregister(rows.data()), cudaSuccess);
+}
+
+TEST(fake_cuda, a_kernel_reaches_device_pinned_and_registered_memory_only) {
+  fake::reset(1);
+  SmallCache c;
+  std::vector<std::int64_t> pageable{1};
+  std::byte* const ids = std::exchange(c.ids, reinterpret_cast<std::byte*>(pageable.data()));
+  CHECK_DIES("neither pinned nor registered", static_cast<void>(c.gather(side_stream())));
+  CHECK_EQ(cudaHostRegister(pageable.data(), sizeof(std::int64_t), 0), cudaSuccess);
+  CHECK_EQ(c.gather(side_stream()), cudaSuccess);
+  fake::finish();
+  CHECK_EQ(on_device<int>(c.row), 11);
+  c.ids = ids;
+  std::byte* const row = std::exchange(c.row, reinterpret_cast<std::byte*>(&pageable));
+  CHECK_DIES("neither pinned nor registered", static_cast<void>(c.gather(side_stream())));
+  c.row = row;
+  CHECK_EQ(cudaFree(c.row), cudaSuccess);
+  CHECK_DIES("work names memory that was given back", static_cast<void>(c.gather(side_stream())));
 }
 
 TEST(fake_cuda, handles_do_not_outlive_their_end) {
