@@ -22,6 +22,9 @@ class BlockTable {
     return ids64_ != nullptr ? ids64_[i] : ids32_[i];
   }
   HSCACHE_HOST_DEVICE constexpr std::int64_t size() const { return size_; }
+  constexpr const void* data() const {
+    return ids64_ != nullptr ? static_cast<const void*>(ids64_) : ids32_;
+  }
 
  private:
   const std::int64_t* ids64_ = nullptr;

@@ -19,6 +19,8 @@
 #include <utility>
 #include <vector>
 
+#include "core/rows_task.h"
+
 #undef __launch_bounds__
 #define __launch_bounds__(...)
 // CUDA's headers make it nothing on the host, and each thread would get its own.
@@ -51,16 +53,16 @@ using Binder = Bound (*)(const void* kernel, void** arguments);
 
 void register_kernel(const void* kernel, Binder binder, bool collective);
 
-// Where an argument points to: itself, or the `data` of a view.
+// Where an argument points to.
 template <class T>
-const void* memory_of(const T& argument) {
-  if constexpr (std::is_pointer_v<T>) {
-    return argument;
-  } else if constexpr (requires { static_cast<const void*>(argument.data); }) {
-    return argument.data;
-  } else {
-    return nullptr;
-  }
+std::vector<const void*> memory_of(const T& argument) {
+  if constexpr (std::is_pointer_v<T>) return {argument};
+  return {};
+}
+inline std::vector<const void*> memory_of(const RowsTask& task) {
+  const auto* const bad_id = const_cast<const std::int64_t*>(task.tokens.bad_id);
+  return {task.paged.data,        task.rows.data, task.tokens.ids.data(),
+          task.conversion.scales, bad_id,         task.conversion.non_finite_rows};
 }
 
 template <class... Parameters>
@@ -69,8 +71,12 @@ void register_kernel(void (*kernel)(Parameters...), bool collective) {
     return [&]<std::size_t... I>(std::index_sequence<I...>) -> Bound {
       const std::tuple<Parameters...> values(*static_cast<Parameters*>(arguments[I])...);
       auto* const call = reinterpret_cast<void (*)(Parameters...)>(const_cast<void*>(self));
-      return {
-          [call, values] { std::apply(call, values); }, false, {memory_of(std::get<I>(values))...}};
+      Bound bound{[call, values] { std::apply(call, values); }, false, {}};
+      const auto add = [&](const auto& argument) {
+        for (const void* memory : memory_of(argument)) bound.memory.push_back(memory);
+      };
+      (add(std::get<I>(values)), ...);
+      return bound;
     }(std::index_sequence_for<Parameters...>{});
   };
   register_kernel(reinterpret_cast<const void*>(kernel), binder, collective);
