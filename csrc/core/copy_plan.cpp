@@ -166,6 +166,12 @@ std::vector<CopySpan> plan_copy(const PagedView& view, const BlockTable& blocks,
                                 std::int64_t length, const RowsView& rows) {
   check_range(view, blocks, start, length);
   if (length == 0 || view.num_layers == 0) return {};
+  // Strides of 0 may claim any number of rows, on both sides.
+  if (length > kMostExtent / view.row_bytes / view.num_layers) {
+    throw std::invalid_argument("length " + text(length) + " of " + text(view.num_layers) +
+                                " layers of " + text(view.row_bytes) + "-byte rows is more than " +
+                                text(kMostExtent) + " bytes: pass a shorter range");
+  }
   if (!fits(view.row_bytes, {{length, rows.token_stride}, {view.num_layers, rows.layer_stride}})) {
     throw std::invalid_argument("rows with strides of " + text(rows.token_stride) + " and " +
                                 text(rows.layer_stride) + " bytes reach beyond " +

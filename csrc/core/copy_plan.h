@@ -37,7 +37,7 @@ void check_range(const PagedView& view, const BlockTable& blocks, std::int64_t s
 //
 // Rows that lie side by side on both sides become one piece, also across neighbouring blocks;
 // pieces at a constant step become one span. Checks its arguments as check_range() does, and the
-// strides of `rows` likewise.
+// strides of `rows` and the bytes to copy likewise.
 // Thread-safe. Memory: at most one span for each block and layer, 48 bytes each.
 std::vector<CopySpan> plan_copy(const PagedView& view, const BlockTable& blocks, std::int64_t start,
                                 std::int64_t length, const RowsView& rows);

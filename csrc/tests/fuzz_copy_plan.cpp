@@ -144,7 +144,9 @@ bool sound(const Case& c, const Extent& paged, const Extent& rows) {
     const std::int64_t id = c.ids[static_cast<std::size_t>(i)];
     if (id < 0 || id >= v.num_blocks) return false;
   }
-  return v.num_layers == 0 || (paged.fits() && rows.fits());
+  if (v.num_layers == 0) return true;
+  const bool countable = Wide{c.length} * v.num_layers <= kMost / 4 / v.row_bytes;
+  return countable && paged.fits() && rows.fits();
 }
 
 struct Row {

@@ -253,6 +253,14 @@ TEST(copy_plan, refuses_strides_beyond_any_memory) {
   CHECK_EQ(plan_copy(token_major(), blocks, 0, 1, {nullptr, kMost, kRow}).size(), 1U);
 }
 
+TEST(copy_plan, refuses_more_rows_than_any_memory) {
+  const PagedView view{nullptr, 16, 3, kMost / 3, kRow, 0, 0, 0};
+  const Ids ids{5, 5, 5};
+  const BlockTable blocks{std::span<const std::int64_t>(ids)};
+  CHECK_THROWS(std::invalid_argument, "of 3 layers of 8-byte rows is more than",
+               plan_copy(view, blocks, 0, kMost / 3 * 3, {nullptr, 0, 0}));
+}
+
 TEST(copy_plan, random_layouts_equal_a_copy_row_by_row) {
   Random random(20261130);
   int exact = 0;
