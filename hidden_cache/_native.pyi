@@ -282,15 +282,15 @@ class Ticket:
         """
 
 class Registration:
-    """Pool memory that a device copies to without a detour, more of it piece by piece.
+    """Memory that a device copies to without a detour, more of it piece by piece.
 
-    A thread of its own does that and ends when all is taken or the device refuses. The pool may be
-    used meanwhile. The registration ends when it dies.
+    A thread of its own does that and ends when all is taken or the device refuses. The memory may
+    be used meanwhile. The registration ends when it dies.
     """
 
     @property
     def bytes(self) -> int:
-        """How much of the pool, from its beginning on."""
+        """How much of the memory, from its beginning on."""
 
     @property
     def at_work(self) -> bool:
@@ -330,7 +330,7 @@ class TransferEngine:
             cuda_device: number of the device that paged memory is on; None for host memory.
             dma_span_bytes: rows that lie in pieces this long on average go by the copy engine
                 alone, without a kernel.
-            zero_copy: kernels write to slots, and read them, themselves; the whole pool must be
+            zero_copy: kernels write to slots, and read them, themselves; the whole arena must be
                 registered. To be measured against the others.
 
         Raises:
@@ -410,8 +410,8 @@ class TransferEngine:
         As `gather` of a view of one block, of shape (1, layers, tokens).
         """
 
-    def register_pool(self, pool: SlotPool) -> Registration:
-        """Has the device copy to the pool without a detour, as far as it takes it; returns at once,
+    def register_arena(self, arena: Arena) -> Registration:
+        """Has the device copy to the arena without a detour, as far as it takes it; returns at once,
         while a thread sees to it."""
 
     def poll(self) -> bool:

@@ -501,7 +501,7 @@ class HiddenStateStore:
             self._rows = rows
             self._place_pages(rows.device)
             if rows.device.type == "cuda":
-                self._registration = engine.register_pool(self._pool)
+                self._registration = engine.register_arena(self._arena)
         if self._rows != rows:
             raise ValueError(
                 f"rows are {rows}, but this store holds rows of {self._rows}: open another store"

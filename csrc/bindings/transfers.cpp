@@ -12,6 +12,7 @@
 
 #include "bindings/module.h"
 #include "bindings/slots.h"
+#include "core/arena.h"
 #include "core/background_registration.h"
 #include "core/transfer_engine.h"
 #include "host/host_runtime.h"
@@ -198,13 +199,12 @@ void bind_transfers(py::module_& module) {
            py::arg("dma_span_bytes") = defaults.dma_span_bytes,
            py::arg("zero_copy") = defaults.zero_copy, NoGil())
       .def(
-          "register_pool",
-          [](TransferEngine& engine, const SlotPool& pool) {
-            const PagedView slots = pool.view(pool.slot_bytes());
-            return std::make_unique<BackgroundRegistration>(engine.register_host(
-                slots.data, slots.num_blocks * slots.block_stride, pool.slot_bytes()));
+          "register_arena",
+          [](TransferEngine& engine, const Arena& arena) {
+            return std::make_unique<BackgroundRegistration>(
+                engine.register_host(arena.data(), arena.bytes()));
           },
-          py::arg("pool"), py::keep_alive<0, 1>(), py::keep_alive<0, 2>(), NoGil())
+          py::arg("arena"), py::keep_alive<0, 1>(), py::keep_alive<0, 2>(), NoGil())
       .def("gather", &move<Direction::kGather>, py::arg("source"), py::arg("block_ids"),
            py::arg("pieces"), py::arg("pool"), py::arg("producer_stream") = 0,
            py::arg("wait") = true, py::kw_only(), py::arg("source_element") = Element::kAny,

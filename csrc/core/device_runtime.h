@@ -108,11 +108,9 @@ class DeviceRuntime {
   virtual std::unique_ptr<Stream> create_stream() = 0;
   virtual std::unique_ptr<Buffer> allocate_device(std::int64_t bytes) = 0;
   virtual std::unique_ptr<Buffer> allocate_pinned(std::int64_t bytes) = 0;
-  // Registers `bytes` of memory made of units of `unit` bytes, none of which is cut in two, with
-  // each call of extend() a piece. Where the device refuses, what it took until then stays; never
-  // throws for a refusal.
-  virtual std::unique_ptr<Registration> register_host(std::byte* data, std::int64_t bytes,
-                                                      std::int64_t unit) = 0;
+  // Registers host memory from a page boundary on, with each call of extend() a piece. Where the
+  // device refuses, what it took until then stays; never throws for a refusal.
+  virtual std::unique_ptr<Registration> register_host(std::byte* data, std::int64_t bytes) = 0;
   // An event after everything that has been enqueued so far on somebody else's stream, given as
   // the device's raw handle. Called on that stream's own thread.
   virtual std::shared_ptr<Event> record_on(std::uintptr_t stream) = 0;

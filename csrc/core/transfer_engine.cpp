@@ -108,9 +108,8 @@ class TransferEngine::Machine {
   }
 
   std::shared_ptr<Ticket> submit(TransferRequest request, Backpressure policy);
-  std::unique_ptr<Registration> register_host(std::byte* data, std::int64_t bytes,
-                                              std::int64_t unit) {
-    return runtime_->register_host(data, bytes, unit);
+  std::unique_ptr<Registration> register_host(std::byte* data, std::int64_t bytes) {
+    return runtime_->register_host(data, bytes);
   }
   bool poll();
   void drain();
@@ -744,10 +743,9 @@ std::shared_ptr<Ticket> TransferEngine::submit(TransferRequest request, Backpres
   return machine_->submit(std::move(request), policy);
 }
 
-std::unique_ptr<Registration> TransferEngine::register_host(std::byte* data, std::int64_t bytes,
-                                                            std::int64_t unit) {
+std::unique_ptr<Registration> TransferEngine::register_host(std::byte* data, std::int64_t bytes) {
   if (in_child()) throw std::runtime_error(kForked);
-  return machine_->register_host(data, bytes, unit);
+  return machine_->register_host(data, bytes);
 }
 
 bool TransferEngine::poll() { return !in_child() && machine_->poll(); }

@@ -84,8 +84,7 @@ class TransferEngine {
 
   // Lets the device copy to and from this memory without a detour, as far as it takes it: see
   // DeviceRuntime::register_host(). The registration must die before the engine does.
-  std::unique_ptr<Registration> register_host(std::byte* data, std::int64_t bytes,
-                                              std::int64_t unit);
+  std::unique_ptr<Registration> register_host(std::byte* data, std::int64_t bytes);
 
   // One turn of the state machine: enqueues what there is room for, ends what has run. Returns
   // whether anything changed. Never blocks on the device, unless that refuses to record an event:

@@ -7,7 +7,6 @@
 #include <cstdint>
 #include <map>
 #include <mutex>
-#include <numeric>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -71,52 +70,75 @@ class PinnedBuffer final : public Buffer {
 
 }  // namespace
 
-// The host memory of registrations that is not registered, or not yet. Thread-safe.
-class DetourRanges {
+// Where registrations are cut in pieces, which no one copy may cross, and how far they have come.
+// Thread-safe.
+class HostPieces {
  public:
-  void set(const void* registration, const std::byte* begin, const std::byte* end) {
+  struct Range {
+    const std::byte* begin = nullptr;
+    const std::byte* registered_end = nullptr;
+    const std::byte* end = nullptr;
+    std::int64_t piece_bytes = 0;
+  };
+  void set(const void* registration, const Range& range) {
     const std::lock_guard lock(mutex_);
-    ranges_[registration] = {begin, end};
+    ranges_[registration] = range;
   }
   void remove(const void* registration) {
     const std::lock_guard lock(mutex_);
     ranges_.erase(registration);
   }
-  bool touch(const Copy& copy) const {
+
+  struct Cut {
+    std::vector<Copy> copies;
+    bool makes_detour = false;  // some of the memory is not registered, or not yet
+  };
+  // The same copies, none of them across two pieces.
+  Cut cut(std::span<const Copy> copies) const {
     const std::lock_guard lock(mutex_);
-    return std::any_of(ranges_.begin(), ranges_.end(), [&](const auto& entry) {
-      const auto [begin, end] = entry.second;
-      const auto overlaps = [&](const std::byte* side) {
-        return side < end && begin < side + copy.bytes;
-      };
-      return overlaps(copy.to) || overlaps(copy.from);
-    });
+    Cut found;
+    for (Copy rest : copies) {
+      while (true) {
+        std::int64_t bytes = rest.bytes;
+        for (const auto& [registration, range] : ranges_) {
+          for (const std::byte* const side : {static_cast<const std::byte*>(rest.to), rest.from}) {
+            if (side < range.begin || side >= range.end) continue;
+            bytes = std::min(bytes, range.piece_bytes - (side - range.begin) % range.piece_bytes);
+            found.makes_detour |= side + bytes > range.registered_end;
+          }
+        }
+        found.copies.push_back({rest.to, rest.from, bytes});
+        if (bytes == rest.bytes) break;
+        rest = {rest.to + bytes, rest.from + bytes, rest.bytes - bytes};
+      }
+    }
+    return found;
   }
 
  private:
   mutable std::mutex mutex_;
-  std::map<const void*, std::pair<const std::byte*, const std::byte*>> ranges_;
+  std::map<const void*, Range> ranges_;
 };
 
 namespace {
 
-// Registered pieces, each of whole units and whole pages.
 class CudaRegistration final : public Registration {
  public:
-  CudaRegistration(int device, std::shared_ptr<DetourRanges> detours, std::byte* data,
-                   std::int64_t bytes, std::int64_t unit)
-      : device_(device), detours_(std::move(detours)), data_(data), all_bytes_(bytes) {
-    constexpr std::int64_t kPage = 4096;
-    // CUDA takes 4 GiB at a time without complaint; less lets it begin, and end, sooner.
-    constexpr std::int64_t kPieceBytes = std::int64_t{1} << 30;
-    const std::int64_t step = std::lcm(unit, kPage);
-    piece_bytes_ = std::max(step, kPieceBytes / step * step);
-    detours_->set(this, data, data + bytes);
+  CudaRegistration(int device, std::shared_ptr<HostPieces> pieces, std::byte* data,
+                   std::int64_t bytes, std::int64_t piece_bytes)
+      : device_(device),
+        pieces_(std::move(pieces)),
+        data_(data),
+        all_bytes_(bytes),
+        piece_bytes_(piece_bytes) {
+    tell();
   }
   ~CudaRegistration() override {
     const BesideCaptures beside_captures;
-    for (std::byte* const piece : pieces_) static_cast<void>(cudaHostUnregister(piece));
-    detours_->remove(this);
+    for (std::int64_t begin = 0; begin < bytes_; begin += piece_bytes_) {
+      static_cast<void>(cudaHostUnregister(data_ + begin));
+    }
+    pieces_->remove(this);
   }
   CudaRegistration(const CudaRegistration&) = delete;
   CudaRegistration& operator=(const CudaRegistration&) = delete;
@@ -124,28 +146,27 @@ class CudaRegistration final : public Registration {
   bool extend() override {
     if (bytes_ == all_bytes_) return false;
     const OnDevice here(device_);
-    std::byte* const piece = data_ + bytes_;
     const std::int64_t bytes = std::min(piece_bytes_, all_bytes_ - bytes_);
     const cudaError_t error =
-        cudaHostRegister(piece, static_cast<std::size_t>(bytes), cudaHostRegisterPortable);
+        cudaHostRegister(data_ + bytes_, static_cast<std::size_t>(bytes), cudaHostRegisterPortable);
     if (error != cudaSuccess) {
       static_cast<void>(cudaGetLastError());
       refuse(std::string(cudaGetErrorName(error)) + " (" + cudaGetErrorString(error) + ")");
       return false;
     }
-    pieces_.push_back(piece);
     bytes_ += bytes;
-    detours_->set(this, data_ + bytes_, data_ + all_bytes_);
+    tell();
     return bytes_ < all_bytes_;
   }
 
  private:
+  void tell() { pieces_->set(this, {data_, data_ + bytes_, data_ + all_bytes_, piece_bytes_}); }
+
   const int device_;
-  const std::shared_ptr<DetourRanges> detours_;
+  const std::shared_ptr<HostPieces> pieces_;
   std::byte* const data_;
   const std::int64_t all_bytes_;
-  std::int64_t piece_bytes_ = 0;
-  std::vector<std::byte*> pieces_;
+  const std::int64_t piece_bytes_;
 };
 
 }  // namespace
@@ -234,11 +255,11 @@ namespace {
 class CudaStream final : public Stream {
  public:
   CudaStream(int device, const unsigned* max_grid, std::shared_ptr<EventPool> events,
-             std::shared_ptr<DetourRanges> detours)
+             std::shared_ptr<HostPieces> pieces)
       : device_(device),
         max_grid_(max_grid),
         events_(std::move(events)),
-        detours_(std::move(detours)) {
+        pieces_(std::move(pieces)) {
     const OnDevice here(device);
     int lowest = 0;
     int highest = 0;
@@ -276,15 +297,15 @@ class CudaStream final : public Stream {
  private:
   void copy(std::span<const Copy> copies, cudaMemcpyKind kind) {
     const OnDevice here(device_);
+    const HostPieces::Cut cut = pieces_->cut(copies);
 #if CUDART_VERSION >= 13000
     // Of memory that makes a detour the batch promises nothing.
-    const auto makes_detour = [this](const Copy& piece) { return detours_->touch(piece); };
-    if (copies.size() > 1 && std::none_of(copies.begin(), copies.end(), makes_detour)) {
-      copy_batch(copies);
+    if (cut.copies.size() > 1 && !cut.makes_detour) {
+      copy_batch(cut.copies);
       return;
     }
 #endif
-    for (const Copy& piece : copies) {
+    for (const Copy& piece : cut.copies) {
       check(cudaMemcpyAsync(piece.to, piece.from, static_cast<std::size_t>(piece.bytes), kind,
                             stream_),
             "copying rows");
@@ -316,7 +337,7 @@ class CudaStream final : public Stream {
   const int device_;
   const unsigned* const max_grid_;
   const std::shared_ptr<EventPool> events_;
-  const std::shared_ptr<DetourRanges> detours_;
+  const std::shared_ptr<HostPieces> pieces_;
   cudaStream_t stream_ = nullptr;
 };
 
@@ -325,7 +346,7 @@ class CudaStream final : public Stream {
 CudaRuntime::CudaRuntime(int device)
     : device_(device),
       events_(std::make_shared<EventPool>()),
-      detours_(std::make_shared<DetourRanges>()) {
+      pieces_(std::make_shared<HostPieces>()) {
   int count = 0;
   check(cudaGetDeviceCount(&count), "looking for CUDA devices");
   if (device < 0 || device >= count) {
@@ -338,7 +359,7 @@ CudaRuntime::CudaRuntime(int device)
 CudaRuntime::~CudaRuntime() = default;
 
 std::unique_ptr<Stream> CudaRuntime::create_stream() {
-  return std::make_unique<CudaStream>(device_, &max_grid_, events_, detours_);
+  return std::make_unique<CudaStream>(device_, &max_grid_, events_, pieces_);
 }
 
 std::unique_ptr<Buffer> CudaRuntime::allocate_device(std::int64_t bytes) {
@@ -351,9 +372,8 @@ std::unique_ptr<Buffer> CudaRuntime::allocate_pinned(std::int64_t bytes) {
   return std::make_unique<PinnedBuffer>(bytes);
 }
 
-std::unique_ptr<Registration> CudaRuntime::register_host(std::byte* data, std::int64_t bytes,
-                                                         std::int64_t unit) {
-  return std::make_unique<CudaRegistration>(device_, detours_, data, bytes, unit);
+std::unique_ptr<Registration> CudaRuntime::register_host(std::byte* data, std::int64_t bytes) {
+  return std::make_unique<CudaRegistration>(device_, pieces_, data, bytes, piece_bytes_);
 }
 
 std::shared_ptr<Event> CudaRuntime::record_on(std::uintptr_t stream) {

@@ -139,8 +139,7 @@ std::unique_ptr<Buffer> HostRuntime::allocate_pinned(std::int64_t bytes) {
   return std::make_unique<HostBuffer>(bytes);
 }
 
-std::unique_ptr<Registration> HostRuntime::register_host(std::byte*, std::int64_t bytes,
-                                                         std::int64_t) {
+std::unique_ptr<Registration> HostRuntime::register_host(std::byte*, std::int64_t bytes) {
   return std::make_unique<HostRegistration>(bytes);
 }
 

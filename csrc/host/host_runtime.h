@@ -12,8 +12,7 @@ class HostRuntime final : public DeviceRuntime {
   std::unique_ptr<Buffer> allocate_device(std::int64_t bytes) override;
   std::unique_ptr<Buffer> allocate_pinned(std::int64_t bytes) override;
   // Host memory needs no registration: all of it is taken.
-  std::unique_ptr<Registration> register_host(std::byte* data, std::int64_t bytes,
-                                              std::int64_t unit) override;
+  std::unique_ptr<Registration> register_host(std::byte* data, std::int64_t bytes) override;
   // Whoever writes rows in host memory has written them by the time of the call: the event is
   // done. Throws std::invalid_argument for a stream other than 0.
   std::shared_ptr<Event> record_on(std::uintptr_t stream) override;

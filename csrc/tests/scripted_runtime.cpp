@@ -73,9 +73,7 @@ struct Script::ScriptedRuntime final : DeviceRuntime {
   bool reaches_host() const override { return true; }
   std::unique_ptr<hscache::Buffer> allocate_device(std::int64_t) override { return nullptr; }
   std::unique_ptr<hscache::Buffer> allocate_pinned(std::int64_t) override { return nullptr; }
-  std::unique_ptr<Registration> register_host(std::byte*, std::int64_t, std::int64_t) override {
-    return nullptr;
-  }
+  std::unique_ptr<Registration> register_host(std::byte*, std::int64_t) override { return nullptr; }
   std::shared_ptr<Event> record_on(std::uintptr_t) override {
     const std::lock_guard lock(script->mutex_);
     script->take_fault(Call::kProducer);

@@ -85,13 +85,12 @@ struct Setup {
 
 }  // namespace
 
-TEST(cuda_runtime, memory_is_registered_in_pieces_of_whole_units) {
+TEST(cuda_runtime, memory_is_registered_in_pieces) {
   fake::reset(1);
   cuda::CudaRuntime runtime(0);
-  constexpr std::int64_t kUnit = 3 << 20;
-  const std::int64_t bytes = 700 * kGiB / kUnit * kUnit;
+  const std::int64_t bytes = 700 * kGiB + (3 << 20);
   {
-    const auto registration = runtime.register_host(nowhere(), bytes, kUnit);
+    const auto registration = runtime.register_host(nowhere(), bytes);
     CHECK_EQ(registration->bytes(), 0);
     while (registration->extend()) {
     }
@@ -99,12 +98,11 @@ TEST(cuda_runtime, memory_is_registered_in_pieces_of_whole_units) {
     CHECK(!registration->extend());
     CHECK_EQ(registration->refusal(), "");
     const std::vector<fake::Registered> pieces = fake::registered();
-    CHECK(pieces.size() >= 700);
+    CHECK_EQ(pieces.size(), 701U);
     std::int64_t end = 0;
     for (const fake::Registered& piece : pieces) {
       CHECK_EQ(piece.begin - nowhere(), end);
       CHECK(piece.bytes <= kGiB);
-      CHECK_EQ(piece.bytes % kUnit, 0);
       end += piece.bytes;
     }
     CHECK_EQ(end, bytes);
@@ -116,7 +114,7 @@ TEST(cuda_runtime, a_refused_registration_keeps_what_was_taken_and_leaves_no_err
   fake::reset(1);
   cuda::CudaRuntime runtime(0);
   fake::fail("cudaHostRegister", cudaErrorMemoryAllocation, 2);
-  const auto registration = runtime.register_host(nowhere(), 20 * kGiB, 1 << 20);
+  const auto registration = runtime.register_host(nowhere(), 20 * kGiB);
   while (registration->extend()) {
   }
   CHECK_EQ(registration->bytes(), 2 * kGiB);
@@ -132,7 +130,7 @@ TEST(cuda_runtime, rows_may_go_to_memory_that_is_not_registered_yet) {
   const auto device = runtime.allocate_device(64);
   const auto stream = runtime.create_stream();
   {
-    const auto registration = runtime.register_host(host.data(), 64, 16);
+    const auto registration = runtime.register_host(host.data(), 64);
     const std::vector<Copy> halves{{host.data(), device->data(), 32},
                                    {host.data() + 32, device->data() + 32, 32}};
     stream->copy_to_host(halves);
@@ -147,6 +145,36 @@ TEST(cuda_runtime, rows_may_go_to_memory_that_is_not_registered_yet) {
   }
   const fake::DeviceAccess open;
   CHECK_EQ(std::memcmp(host.data(), device->data(), 64), 0);
+}
+
+TEST(cuda_runtime, copies_are_cut_where_registered_pieces_meet) {
+  fake::reset(1);
+  cuda::CudaRuntime runtime(0);
+  runtime.set_piece_bytes(16);
+  std::vector<std::byte> host(64);
+  for (std::size_t i = 0; i < 64; ++i) host[i] = static_cast<std::byte>(i + 1);
+  std::vector<std::byte> back(64, std::byte{0xEE});
+  const auto device = runtime.allocate_device(64);
+  const auto stream = runtime.create_stream();
+  const auto from = runtime.register_host(host.data(), 64);
+  const auto to = runtime.register_host(back.data(), 64);
+  while (from->extend()) {
+  }
+  while (to->extend()) {
+  }
+  const Copy there{device->data(), host.data() + 3, 60};
+  stream->copy_to_device({&there, 1});
+  const std::vector<Copy> again{{back.data() + 7, device->data(), 41},
+                                {back.data() + 48, device->data() + 41, 16},
+                                {back.data(), device->data() + 57, 3}};
+  stream->copy_to_host(again);
+  fake::finish();
+  CHECK_EQ(fake::counters().pageable_copies, 0);
+  for (std::int64_t i = 0; i < 60; ++i) {
+    const std::int64_t at = i < 57 ? 7 + i : i - 57;
+    CHECK(back[static_cast<std::size_t>(at)] == host[static_cast<std::size_t>(3 + i)]);
+  }
+  CHECK(back[3] == std::byte{0xEE});
 }
 
 TEST(cuda_runtime, a_device_that_is_not_there_is_refused) {
