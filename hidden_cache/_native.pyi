@@ -303,6 +303,9 @@ class Registration:
     def wait(self) -> None:
         """Waits until there is no more to come."""
 
+    def stop(self) -> None:
+        """Takes no more than the piece in hand, and waits for that; what was taken stays."""
+
 class TransferEngine:
     """Moves rows between paged memory and slots in the background, in the order of acceptance.
 
@@ -330,7 +333,7 @@ class TransferEngine:
             cuda_device: number of the device that paged memory is on; None for host memory.
             dma_span_bytes: rows that lie in pieces this long on average go by the copy engine
                 alone, without a kernel.
-            zero_copy: kernels write to slots, and read them, themselves; the whole arena must be
+            zero_copy: kernels write to slots, and read them, themselves, where these are
                 registered. To be measured against the others.
 
         Raises:
@@ -360,7 +363,8 @@ class TransferEngine:
             pool: whose slots are written.
             producer_stream: raw handle of the stream that writes the source; 0 is the device's
                 default stream, and for host memory, which has been written by the time of the call.
-            wait: at `max_pending` waits for room where True, returns None where False.
+            wait: at `max_pending` waits for room where True (driving `poll` where nobody does),
+                returns None where False.
             source_element: what the source's elements are; ANY moves them bit for bit.
             stored: what they become in the slots.
             count_non_finite: counts rows with an infinity or a NaN: see `Ticket.non_finite_rows`.
@@ -411,8 +415,10 @@ class TransferEngine:
         """
 
     def register_arena(self, arena: Arena) -> Registration:
-        """Has the device copy to the arena without a detour, as far as it takes it; returns at once,
-        while a thread sees to it."""
+        """Has the device copy to the arena without a detour, as far as it takes it.
+
+        Returns at once, while a thread sees to it.
+        """
 
     def poll(self) -> bool:
         """One turn of the state machine; returns whether anything changed."""

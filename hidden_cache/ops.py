@@ -77,7 +77,8 @@ def scatter_paged_(
         paged: written in place; what is not one of these tokens stays as it is.
         block_ids: no block that the tokens touch may repeat.
         start: first token.
-        rows: `[length, num_layers, hidden]` on `paged`'s device, hidden contiguous.
+        rows: `[length, num_layers, hidden]` on `paged`'s device, hidden contiguous, not in
+            `paged`'s own memory.
         scales: the rows' scales, `[length, num_layers]` float32 of any strides; given where, and
             only where, `rows` is float8_e4m3fn and `paged` is not.
     """

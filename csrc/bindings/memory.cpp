@@ -28,6 +28,17 @@ using NoGil = py::call_guard<py::gil_scoped_release>;
 void read_rows(const SlotPool& pool, const std::vector<std::int64_t>& slots, std::int64_t row_bytes,
                std::int64_t start, std::int64_t length, std::uintptr_t destination,
                std::int64_t token_stride, Element stored, Element wanted) {
+  const bool converts = stored != Element::kAny;
+  if (converts != (wanted != Element::kAny) || wanted == Element::kFloat8) {
+    throw std::invalid_argument(
+        "rows are read as they are stored (ANY on both sides), or from a known element into "
+        "FLOAT32, FLOAT16 or BFLOAT16: name both elements or none");
+  }
+  if (row_bytes % element_bytes(stored) != 0) {
+    throw std::invalid_argument("a row of " + std::to_string(row_bytes) +
+                                " bytes is no whole number of elements of " +
+                                std::to_string(element_bytes(stored)) + " bytes");
+  }
   const SlotLayout layout = slot_layout(pool, row_bytes, stored);
   RowsTask task{.paged = layout.rows};
   task.tokens = {.ids = BlockTable{std::span<const std::int64_t>(slots)}, .start = start};
@@ -84,10 +95,13 @@ void bind_memory(py::module_& module) {
       .value("FLOAT8", Element::kFloat8);
 
   py::class_<Arena, std::shared_ptr<Arena>>(module, "Arena")
+      // The factory's object is made known to pybind11 under the GIL: no call guard here.
       .def(py::init([](std::int64_t bytes, std::int64_t memory_limit, const std::string& pages) {
-             return std::make_shared<Arena>(bytes, memory_limit, huge_pages_named(pages));
+             const py::gil_scoped_release others_run;
+             return std::shared_ptr<Arena>(new Arena(bytes, memory_limit, huge_pages_named(pages)),
+                                           EndWithoutGil());
            }),
-           py::arg("bytes"), py::arg("memory_limit") = 0, py::arg("huge_pages") = "off", NoGil())
+           py::arg("bytes"), py::arg("memory_limit") = 0, py::arg("huge_pages") = "off")
       .def_property_readonly("bytes", &Arena::bytes)
       .def_property_readonly("fd", &Arena::fd)
       .def("prefer_numa_node", &Arena::prefer_numa_node, py::arg("node"), NoGil())

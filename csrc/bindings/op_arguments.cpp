@@ -3,6 +3,7 @@
 #include <span>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace hscache::ops {
 namespace {
@@ -19,6 +20,27 @@ std::string dtype_name(ScalarType dtype) { return torch::headeronly::toString(dt
 
 bool same_device(const Tensor& a, const Tensor& b) {
   return a.is_cpu() == b.is_cpu() && a.get_device_index() == b.get_device_index();
+}
+
+// The bytes from a tensor's first element to its last.
+std::pair<std::uintptr_t, std::uintptr_t> extent(const Tensor& tensor) {
+  std::int64_t last = 0;
+  for (std::int64_t i = 0; i < tensor.dim(); ++i) {
+    if (tensor.size(i) == 0) return {0, 0};
+    last += (tensor.size(i) - 1) * tensor.stride(i);
+  }
+  const auto begin = reinterpret_cast<std::uintptr_t>(tensor.data_ptr());
+  return {begin, begin + static_cast<std::uintptr_t>(last + 1) * tensor.element_size()};
+}
+
+// Rows that are read while others are written over them would come out wrong.
+void check_apart(const Tensor& tensor, const Tensor& paged, const char* name) {
+  const auto [begin, end] = extent(tensor);
+  const auto [paged_begin, paged_end] = extent(paged);
+  if (begin < paged_end && paged_begin < end) {
+    throw std::invalid_argument(std::string(name) +
+                                " lies in paged's own memory: pass a clone of it");
+  }
 }
 
 void check_hidden(const Tensor& tensor, const char* name) {
@@ -85,6 +107,7 @@ RowsView rows_view(const Tensor& rows, const Tensor& paged) {
         "rows and paged are on different devices: move rows to paged's device");
   }
   check_hidden(rows, "rows");
+  check_apart(rows, paged, "rows");
   const auto item = static_cast<std::int64_t>(rows.element_size());
   return {static_cast<std::byte*>(rows.data_ptr()), rows.stride(0) * item, rows.stride(1) * item};
 }
@@ -150,6 +173,7 @@ Conversion conversion(const Tensor& paged, std::optional<ScalarType> rows_dtype,
                                 std::to_string(tokens) + ", " + std::to_string(paged.size(1)) +
                                 "] float32 on paged's device");
   }
+  check_apart(*scales, paged, scales_name);
   found.scales = static_cast<float*>(scales->data_ptr());
   found.scale_token_stride = scales->stride(0);
   found.scale_layer_stride = scales->stride(1);

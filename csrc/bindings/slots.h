@@ -3,6 +3,8 @@
 #pragma once
 
 #include <cstdint>
+#include <stdexcept>
+#include <string>
 
 #include "core/element.h"
 #include "core/slot_pool.h"
@@ -25,6 +27,10 @@ struct SlotLayout {
 inline SlotLayout slot_layout(const SlotPool& pool, std::int64_t row_bytes, Element element) {
   constexpr auto kScaleBytes = static_cast<std::int64_t>(sizeof(float));
   if (element != Element::kFloat8) return {.rows = pool.view(row_bytes)};
+  if (pool.slot_bytes() % kScaleBytes != 0) {
+    throw std::invalid_argument("slots of " + std::to_string(pool.slot_bytes()) +
+                                " bytes cannot hold float32 scales: make them a multiple of 4");
+  }
   SlotLayout layout{.rows = pool.view(row_bytes + kScaleBytes)};
   layout.rows.row_bytes = row_bytes;
   layout.rows.token_stride = row_bytes;

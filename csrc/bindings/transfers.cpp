@@ -177,32 +177,35 @@ void bind_transfers(py::module_& module) {
           py::arg("timeout_s") = py::none(), NoGil())
       .def("cancel", &Ticket::cancel, NoGil());
 
-  py::class_<BackgroundRegistration>(module, "Registration")
+  py::class_<BackgroundRegistration, WithoutGil<BackgroundRegistration>>(module, "Registration")
       .def_property_readonly("bytes", &BackgroundRegistration::bytes)
       .def_property_readonly("refusal", &BackgroundRegistration::refusal)
       .def_property_readonly("at_work", &BackgroundRegistration::at_work)
-      .def("wait", &BackgroundRegistration::wait, NoGil());
+      .def("wait", &BackgroundRegistration::wait, NoGil())
+      .def("stop", &BackgroundRegistration::stop, NoGil());
 
   const TransferOptions defaults;
-  py::class_<TransferEngine>(module, "TransferEngine")
+  py::class_<TransferEngine, WithoutGil<TransferEngine>>(module, "TransferEngine")
+      // The factory's object is made known to pybind11 under the GIL: no call guard here.
       .def(py::init([](int lanes, std::int64_t max_pending, std::int64_t staging_bytes,
                        bool threaded, std::optional<int> cuda_device, std::int64_t dma_span_bytes,
                        bool zero_copy) {
-             return std::make_unique<TransferEngine>(
+             const py::gil_scoped_release others_run;
+             return WithoutGil<TransferEngine>(new TransferEngine(
                  make_runtime(cuda_device),
                  TransferOptions{lanes, max_pending, staging_bytes, dma_span_bytes, zero_copy},
-                 threaded);
+                 threaded));
            }),
            py::arg("lanes") = defaults.lanes, py::arg("max_pending") = defaults.max_pending,
            py::arg("staging_bytes") = defaults.staging_bytes, py::arg("threaded") = true,
            py::arg("cuda_device") = py::none(), py::kw_only(),
            py::arg("dma_span_bytes") = defaults.dma_span_bytes,
-           py::arg("zero_copy") = defaults.zero_copy, NoGil())
+           py::arg("zero_copy") = defaults.zero_copy)
       .def(
           "register_arena",
           [](TransferEngine& engine, const Arena& arena) {
-            return std::make_unique<BackgroundRegistration>(
-                engine.register_host(arena.data(), arena.bytes()));
+            return WithoutGil<BackgroundRegistration>(
+                new BackgroundRegistration(engine.register_host(arena.data(), arena.bytes())));
           },
           py::arg("arena"), py::keep_alive<0, 1>(), py::keep_alive<0, 2>(), NoGil())
       .def("gather", &move<Direction::kGather>, py::arg("source"), py::arg("block_ids"),
@@ -220,7 +223,10 @@ void bind_transfers(py::module_& module) {
       .def("poll", &TransferEngine::poll, NoGil())
       .def("drain", &TransferEngine::drain, NoGil())
       .def("close", &TransferEngine::close, NoGil())
-      .def_property_readonly("pending", &TransferEngine::pending);
+      .def_property_readonly("pending", [](const TransferEngine& engine) {
+        const py::gil_scoped_release others_run;
+        return engine.pending();
+      });
 }
 
 }  // namespace hscache

@@ -3,7 +3,9 @@
 #include <unistd.h>
 
 #include <condition_variable>
+#include <exception>
 #include <mutex>
+#include <string>
 #include <thread>
 #include <utility>
 
@@ -14,11 +16,17 @@ struct BackgroundRegistration::Work {
       : registration(std::move(given)), thread([this] { run(); }) {}
 
   void run() {
-    while (!stopped() && registration->extend()) {
+    std::string why;
+    try {
+      while (!stopped() && registration->extend()) {
+      }
+    } catch (const std::exception& error) {
+      why = error.what();
     }
     {
       const std::lock_guard lock(mutex);
       at_work = false;
+      failure = std::move(why);
     }
     ended.notify_all();
   }
@@ -33,7 +41,8 @@ struct BackgroundRegistration::Work {
   mutable std::condition_variable ended;
   bool at_work = true;
   bool stop = false;
-  std::thread thread;  // last: it uses what stands above
+  std::string failure;  // of a call, rather than a refusal
+  std::thread thread;   // last: it uses what stands above
 };
 
 BackgroundRegistration::BackgroundRegistration(std::unique_ptr<Registration> registration)
@@ -44,16 +53,27 @@ BackgroundRegistration::~BackgroundRegistration() {
     static_cast<void>(work_.release());
     return;
   }
+  stop();
+  work_->thread.join();
+}
+
+void BackgroundRegistration::stop() {
+  if (getpid() != owner_pid_) return;
   {
     const std::lock_guard lock(work_->mutex);
     work_->stop = true;
   }
-  work_->thread.join();
+  wait();
 }
 
 std::int64_t BackgroundRegistration::bytes() const { return work_->registration->bytes(); }
 
-std::string BackgroundRegistration::refusal() const { return work_->registration->refusal(); }
+std::string BackgroundRegistration::refusal() const {
+  std::string refusal = work_->registration->refusal();
+  if (!refusal.empty() || getpid() != owner_pid_) return refusal;
+  const std::lock_guard lock(work_->mutex);
+  return work_->failure;
+}
 
 bool BackgroundRegistration::at_work() const {
   if (getpid() != owner_pid_) return false;

@@ -25,6 +25,8 @@ class BackgroundRegistration {
   bool at_work() const;
   // Until the thread has ended.
   void wait() const;
+  // Takes no more than the piece in hand, and waits for that. What was taken stays.
+  void stop();
 
  private:
   struct Work;

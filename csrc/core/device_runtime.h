@@ -83,8 +83,9 @@ struct Copy {
   std::int64_t bytes = 0;
 };
 
-// A queue whose work runs in order, beside other streams. Enqueueing never blocks and is not
-// thread-safe: one thread owns a stream. Memory given to it stays valid until what uses it has run.
+// A queue whose work runs in order, beside other streams. Enqueueing does not block, except for a
+// copy from or to host memory that makes a detour, and is not thread-safe: one thread owns a
+// stream. Memory given to it stays valid until what uses it has run.
 // All throw DeviceError; what was enqueued by a call that throws may run nevertheless. Dies after
 // its work has run.
 class Stream {
@@ -105,6 +106,11 @@ class DeviceRuntime {
   virtual ~DeviceRuntime() = default;
   // Whether the device's kernels reach the pool itself, so that rows go there in one step.
   virtual bool reaches_host() const = 0;
+  // Called once at the beginning of a thread that does nothing but drive this device.
+  virtual void enter_thread() {}
+  // Whether the device's kernels reach this byte of host memory: asked where reaches_host() is
+  // false.
+  virtual bool kernels_reach(const std::byte* data) const = 0;
   virtual std::unique_ptr<Stream> create_stream() = 0;
   virtual std::unique_ptr<Buffer> allocate_device(std::int64_t bytes) = 0;
   virtual std::unique_ptr<Buffer> allocate_pinned(std::int64_t bytes) = 0;

@@ -72,6 +72,17 @@ void check_elements(const TransferRequest& request) {
                                 " bytes is no whole number of elements of " +
                                 std::to_string(element_bytes(request.paged_element)) + " bytes");
   }
+  const PagedView& paged = request.paged;
+  const auto address = reinterpret_cast<std::intptr_t>(paged.data);
+  const std::int64_t places =
+      address | paged.block_stride | paged.layer_stride | paged.token_stride;
+  if (places % element_bytes(request.paged_element) != 0) {
+    throw std::invalid_argument(
+        "paged memory at " + std::to_string(address) + " with strides of " +
+        std::to_string(paged.block_stride) + ", " + std::to_string(paged.layer_stride) + " and " +
+        std::to_string(paged.token_stride) + " bytes does not hold whole elements of " +
+        std::to_string(element_bytes(request.paged_element)) + " bytes");
+  }
 }
 
 void check_piece(const TransferRequest& request, const RowsPiece& piece) {
@@ -90,6 +101,17 @@ void check_piece(const TransferRequest& request, const RowsPiece& piece) {
       throw std::invalid_argument(
           "rows are converted to or from float8, and a piece lacks the place of a layer's scales: "
           "give one for every layer that is moved");
+    }
+  }
+  for (std::size_t i = 0; i < piece.layers.size(); ++i) {
+    const auto misaligned = [](const void* place, std::int64_t bytes) {
+      return reinterpret_cast<std::intptr_t>(place) % bytes != 0;
+    };
+    if (misaligned(piece.layers[i], element_bytes(request.rows_element)) ||
+        (has_scales(request) && misaligned(piece.scales[i], kScaleBytes))) {
+      throw std::invalid_argument(
+          "the place of a layer's rows or scales is not a multiple of their elements' size: make "
+          "slots whole numbers of elements");
     }
   }
   check_range(request.paged, table(request), piece.start, piece.length);
@@ -180,6 +202,7 @@ class TransferEngine::Machine {
   bool enqueue_steps();
   Part next_part(const Transfer& transfer) const;
   std::vector<Copy> dma_copies(const Transfer& transfer, const Part& part) const;
+  bool kernels_reach(const Transfer& transfer, const Part& part) const;
   bool has_room(Way way, std::int64_t bytes) const;
   bool enqueue_step(const std::shared_ptr<Transfer>& transfer, const Part& part);
   RowsTask task_of(const Transfer& transfer, const Part& part) const;
@@ -287,19 +310,26 @@ std::shared_ptr<Ticket> TransferEngine::Machine::submit(TransferRequest request,
   }
   auto transfer = std::make_shared<Transfer>();
   transfer->ticket = std::make_shared<Ticket>();
+  // Without the lock: while the driver pins memory it may keep the call waiting.
+  transfer->after = runtime_->record_on(request.after_stream);
+  transfer->request = std::move(request);
   {
     std::unique_lock lock(mutex_);
     const auto has_room = [this] {
       return closing_ || static_cast<std::int64_t>(pending_.size()) < options_.max_pending;
     };
-    if (policy == Backpressure::kWait) {
+    if (policy == Backpressure::kRefuse && !has_room()) return nullptr;
+    if (threaded_) {
       ended_.wait(lock, has_room);
-    } else if (!has_room()) {
-      return nullptr;
+    } else {
+      // Nobody else may be there to make room.
+      while (!has_room()) {
+        lock.unlock();
+        if (!poll()) std::this_thread::sleep_for(kPollInterval);
+        lock.lock();
+      }
     }
     if (closing_) throw std::runtime_error("the transfer engine is closed: open a new store");
-    transfer->after = runtime_->record_on(request.after_stream);
-    transfer->request = std::move(request);
     inbox_.push_back(transfer);
     pending_.push_back(transfer->ticket);
   }
@@ -311,7 +341,13 @@ bool TransferEngine::Machine::poll() {
   const std::lock_guard turn(poll_mutex_);
   bool changed = take_inbox();
   changed |= retire_steps();
-  changed |= enqueue_steps();
+  try {
+    changed |= enqueue_steps();
+  } catch (const std::exception& error) {
+    // Out of memory, before the step was enqueued: a transfer fails, not the process.
+    queue_.front()->fail(error.what());
+    changed = true;
+  }
   changed |= end_transfers();
   return changed;
 }
@@ -436,6 +472,21 @@ std::vector<Copy> TransferEngine::Machine::dma_copies(const Transfer& transfer,
   return copies;
 }
 
+// Whether zero-copy is asked for and kernels reach the part's rows in host memory.
+bool TransferEngine::Machine::kernels_reach(const Transfer& transfer, const Part& part) const {
+  if (!options_.zero_copy) return false;
+  const RowsPiece& piece = transfer.request.pieces[transfer.piece];
+  const std::int64_t bytes = row_bytes(transfer.request);
+  for (std::size_t layer = part.layer; layer < part.layer + part.layers; ++layer) {
+    const std::byte* const rows = piece.layers[layer] + part.token * bytes;
+    if (!runtime_->kernels_reach(rows) ||
+        !runtime_->kernels_reach(rows + part.tokens * bytes - 1)) {
+      return false;
+    }
+  }
+  return true;
+}
+
 bool TransferEngine::Machine::has_room(Way way, std::int64_t bytes) const {
   if (way == Way::kStaged || way == Way::kZeroCopy) return !free_regions_.empty();
   return in_flight_.empty() || in_flight_bytes_ + bytes <= options_.staging_bytes;
@@ -444,15 +495,19 @@ bool TransferEngine::Machine::has_room(Way way, std::int64_t bytes) const {
 // Returns false where there is no room for it yet.
 bool TransferEngine::Machine::enqueue_step(const std::shared_ptr<Transfer>& transfer,
                                            const Part& part) {
+  const std::int64_t bytes = part.tokens * static_cast<std::int64_t>(part.layers) *
+                             row_bytes_with_scale(transfer->request);
+  // Before anything is planned: while the ring is full this is asked again and again.
+  if (!has_room(Way::kStaged, bytes) && !has_room(Way::kDma, bytes)) return false;
   const std::vector<Copy> dma = dma_copies(*transfer, part);
-  const Way way = direct_              ? Way::kHost
-                  : options_.zero_copy ? Way::kZeroCopy
-                  : !dma.empty()       ? Way::kDma
-                                       : Way::kStaged;
+  const Way way = direct_                          ? Way::kHost
+                  : kernels_reach(*transfer, part) ? Way::kZeroCopy
+                  : !dma.empty()                   ? Way::kDma
+                                                   : Way::kStaged;
+  in_flight_.reserve(in_flight_.size() + 1);  // what is enqueued must not be forgotten
   Step step;
   step.transfer = transfer;
-  step.bytes = part.tokens * static_cast<std::int64_t>(part.layers) *
-               row_bytes_with_scale(transfer->request);
+  step.bytes = bytes;
   if (!has_room(way, step.bytes)) return false;
   if (way == Way::kStaged || way == Way::kZeroCopy) {
     step.region = free_regions_.back();
@@ -679,6 +734,11 @@ bool TransferEngine::Machine::end_transfers() {
 }
 
 void TransferEngine::Machine::run() {
+  try {
+    runtime_->enter_thread();
+  } catch (const std::exception&) {
+    // The first step will say so to whom it concerns.
+  }
   while (true) {
     {
       std::unique_lock lock(mutex_);

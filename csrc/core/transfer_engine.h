@@ -45,7 +45,7 @@ struct TransferOptions {
   std::int64_t staging_bytes = 64LL << 20;  // of rows on their way at once
   // Pieces of contiguous bytes that are this long on average go by the copy engine alone.
   std::int64_t dma_span_bytes = kDmaSpanBytes;
-  // Kernels write and read the rows in host memory themselves, all of which must be registered.
+  // Kernels write and read rows in host memory themselves, where they reach it.
   bool zero_copy = false;
 };
 
@@ -75,7 +75,8 @@ class TransferEngine {
   TransferEngine(const TransferEngine&) = delete;
   TransferEngine& operator=(const TransferEngine&) = delete;
 
-  // Accepts a transfer; only enqueues. At the limit kWait waits for room and kRefuse returns null.
+  // Accepts a transfer; only enqueues. At the limit kWait waits for room, polling where no thread
+  // does, and kRefuse returns null.
   // Throws what check_range() throws for any piece, std::invalid_argument for a piece that has not
   // one place for each layer (and scale, where it has scales), for elements that rows cannot be
   // converted between, for rows larger than a region, or for a stream that the device does not
@@ -87,15 +88,16 @@ class TransferEngine {
   std::unique_ptr<Registration> register_host(std::byte* data, std::int64_t bytes);
 
   // One turn of the state machine: enqueues what there is room for, ends what has run. Returns
-  // whether anything changed. Never blocks on the device, unless that refuses to record an event:
-  // then outliving the stream is the only way to know that its work has run.
+  // whether anything changed. Does not block on the device, with two exceptions: rows for host
+  // memory that is not registered (yet) make a detour for which CUDA waits, and where the device
+  // does not say whether work has run, outliving its stream is the only way to know.
   bool poll();
 
   // Waits until everything accepted before the call has ended.
   void drain();
 
-  // Refuses new transfers, fails those not wholly enqueued, waits for what is on its way.
-  // Idempotent.
+  // Refuses new transfers, fails those not wholly enqueued, waits for what is on its way, and gives
+  // back streams and ring. Idempotent.
   void close();
 
   // Transfers accepted and not yet ended.

@@ -1,5 +1,6 @@
 #include "cuda/bad_ids.h"
 
+#include <atomic>
 #include <map>
 #include <mutex>
 
@@ -53,8 +54,10 @@ cudaError_t take_bad_id(cudaStream_t stream, std::optional<BadId>* found) {
   error = bad_id_words(&words);
   if (error != cudaSuccess) return error;
   const std::lock_guard lock(all_words().mutex);
-  if (words[0] == 0) return cudaSuccess;
-  *found = BadId{words[0], words[1]};
+  const std::int64_t id = words[0];
+  if (id == 0) return cudaSuccess;
+  std::atomic_thread_fence(std::memory_order_acquire);  // the kernel wrote the other word before
+  *found = BadId{id, words[1]};
   words[0] = 0;
   return cudaSuccess;
 }

@@ -145,7 +145,9 @@ class CudaRegistration final : public Registration {
 
   bool extend() override {
     if (bytes_ == all_bytes_) return false;
-    const OnDevice here(device_);
+    // On a thread of its own: that keeps the device. Going back to the one that it began with, 0,
+    // would make a context there.
+    check(cudaSetDevice(device_), "choosing the device");
     const std::int64_t bytes = std::min(piece_bytes_, all_bytes_ - bytes_);
     const cudaError_t error =
         cudaHostRegister(data_ + bytes_, static_cast<std::size_t>(bytes), cudaHostRegisterPortable);
@@ -357,6 +359,15 @@ CudaRuntime::CudaRuntime(int device)
 }
 
 CudaRuntime::~CudaRuntime() = default;
+
+void CudaRuntime::enter_thread() { check(cudaSetDevice(device_), "choosing the device"); }
+
+bool CudaRuntime::kernels_reach(const std::byte* data) const {
+  cudaPointerAttributes attributes{};
+  const cudaError_t error = cudaPointerGetAttributes(&attributes, data);
+  if (error != cudaSuccess) static_cast<void>(cudaGetLastError());
+  return error == cudaSuccess && attributes.type == cudaMemoryTypeHost;
+}
 
 std::unique_ptr<Stream> CudaRuntime::create_stream() {
   return std::make_unique<CudaStream>(device_, &max_grid_, events_, pieces_);

@@ -21,6 +21,10 @@ class CudaRuntime final : public DeviceRuntime {
 
   // A kernel may write to registered host memory, but copies over the bus are faster packed.
   bool reaches_host() const override { return false; }
+  // Makes the device the thread's own for good: going back, after each call, to the one that a
+  // thread begins with would make a context on device 0.
+  void enter_thread() override;
+  bool kernels_reach(const std::byte* data) const override;
   std::unique_ptr<Stream> create_stream() override;
   std::unique_ptr<Buffer> allocate_device(std::int64_t bytes) override;
   std::unique_ptr<Buffer> allocate_pinned(std::int64_t bytes) override;

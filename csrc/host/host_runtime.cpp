@@ -3,6 +3,7 @@
 #include <condition_variable>
 #include <cstdlib>
 #include <deque>
+#include <exception>
 #include <functional>
 #include <mutex>
 #include <new>
@@ -22,13 +23,16 @@ class HostEvent final : public Event {
  public:
   bool done() const override {
     const std::lock_guard lock(mutex_);
+    if (done_ && failure_) std::rethrow_exception(failure_);
     return done_;
   }
 
-  void complete() {
+  // `failure` is what some work before this point ended with, if any did.
+  void complete(std::exception_ptr failure) {
     {
       const std::lock_guard lock(mutex_);
       done_ = true;
+      failure_ = std::move(failure);
     }
     changed_.notify_all();
   }
@@ -42,6 +46,7 @@ class HostEvent final : public Event {
   mutable std::mutex mutex_;
   mutable std::condition_variable changed_;
   bool done_ = false;
+  std::exception_ptr failure_;
 };
 
 class HostBuffer final : public Buffer {
@@ -80,7 +85,7 @@ class HostStream final : public Stream {
 
   std::shared_ptr<Event> record() override {
     auto event = std::make_shared<HostEvent>();
-    enqueue([event] { event->complete(); });
+    enqueue([this, event] { event->complete(std::exchange(failure_, nullptr)); });
     return event;
   }
 
@@ -115,7 +120,11 @@ class HostStream final : public Stream {
       const std::function<void()> work = std::move(queue_.front());
       queue_.pop_front();
       lock.unlock();
-      work();
+      try {
+        work();
+      } catch (...) {
+        failure_ = std::current_exception();  // out of memory
+      }
       lock.lock();
     }
   }
@@ -124,7 +133,8 @@ class HostStream final : public Stream {
   std::condition_variable changed_;
   std::deque<std::function<void()>> queue_;
   bool closing_ = false;
-  std::thread thread_;  // last: it uses what stands above
+  std::exception_ptr failure_;  // of work since the last event; the thread's own
+  std::thread thread_;          // last: it uses what stands above
 };
 
 }  // namespace
@@ -149,7 +159,7 @@ std::shared_ptr<Event> HostRuntime::record_on(std::uintptr_t stream) {
                                 ": rows in host memory have no stream, pass 0");
   }
   auto event = std::make_shared<HostEvent>();
-  event->complete();
+  event->complete(nullptr);
   return event;
 }
 

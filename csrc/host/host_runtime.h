@@ -8,6 +8,7 @@ namespace hscache {
 class HostRuntime final : public DeviceRuntime {
  public:
   bool reaches_host() const override { return true; }
+  bool kernels_reach(const std::byte*) const override { return true; }
   std::unique_ptr<Stream> create_stream() override;
   std::unique_ptr<Buffer> allocate_device(std::int64_t bytes) override;
   std::unique_ptr<Buffer> allocate_pinned(std::int64_t bytes) override;

@@ -898,6 +898,12 @@ cudaError_t cudaHostRegister(void* data, std::size_t bytes, unsigned) {
   world->registered[begin] = bytes;
   return cudaSuccess;
 }
+cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* data) {
+  ENTER("cudaPointerGetAttributes");
+  const bool reached = reach(data, 1) == Reach::kDirect;
+  attributes->type = reached ? cudaMemoryTypeHost : cudaMemoryTypeUnregistered;
+  return cudaSuccess;
+}
 cudaError_t cudaHostUnregister(void* data) {
   ENTER_OUTSIDE_CAPTURE("cudaHostUnregister");
   const auto found = world->registered.find(static_cast<const std::byte*>(data));

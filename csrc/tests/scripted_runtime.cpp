@@ -64,6 +64,7 @@ struct Script::ScriptedStream final : Stream {
 
 struct Script::ScriptedRuntime final : DeviceRuntime {
   explicit ScriptedRuntime(std::shared_ptr<Script> owner) : script(std::move(owner)) {}
+  bool kernels_reach(const std::byte*) const override { return true; }
   std::unique_ptr<Stream> create_stream() override {
     const std::lock_guard lock(script->mutex_);
     script->take_fault(Call::kCreateStream);

@@ -1,6 +1,8 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <stdexcept>
+#include <string>
 #include <thread>
 
 #include "core/background_registration.h"
@@ -76,6 +78,33 @@ TEST(background_registration, ends_after_the_piece_in_hand) {
   while (!turns.dead) turns.given = 1;
   death.join();
   CHECK(turns.dead);
+}
+
+TEST(background_registration, stops_and_keeps_what_was_taken) {
+  Turns turns;
+  BackgroundRegistration registration(std::make_unique<Slow>(turns, std::int64_t{1} << 60, -1));
+  turns.given = 2;
+  while (registration.bytes() < 2) std::this_thread::yield();
+  std::thread stopping([&] { registration.stop(); });
+  while (registration.at_work()) turns.given = 1;
+  stopping.join();
+  const std::int64_t taken = registration.bytes();
+  CHECK(taken >= 2);
+  turns.given = 5;
+  registration.stop();
+  CHECK_EQ(registration.bytes(), taken);
+  CHECK(!turns.dead);
+}
+
+TEST(background_registration, a_call_that_throws_is_a_refusal) {
+  class Throws final : public hscache::Registration {
+   public:
+    bool extend() override { throw std::runtime_error("the device is gone"); }
+  };
+  const BackgroundRegistration registration(std::make_unique<Throws>());
+  registration.wait();
+  CHECK_EQ(registration.refusal(), "the device is gone");
+  CHECK_EQ(registration.bytes(), 0);
 }
 
 TEST(background_registration, dies_in_a_forked_child) {

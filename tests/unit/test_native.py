@@ -158,7 +158,8 @@ def test_another_process_reads_an_arena_and_cannot_write_to_it() -> None:
         assert ticket is not None
         ticket.wait()
 
-    ours, theirs = socket.socketpair()
+    # Messages stay apart.
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.settimeout(SOON_S)
     with ours, theirs:
         write(0)
@@ -396,6 +397,70 @@ def test_long_copies_leave_the_gil_to_others(call: str) -> None:
     other.join()
     assert after - before > 100
     engine.close()
+
+
+def test_many_threads_may_make_objects_at_once() -> None:
+    def make() -> None:
+        for _ in range(300):
+            _native.Arena(4096)
+            _native.PagedView(0, (1, 1, 1), 1, (0, 0, 0))
+            _native.TransferEngine(lanes=1, threaded=False)
+
+    threads = [threading.Thread(target=make) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def test_a_lone_caller_that_waits_for_room_drives_the_engine() -> None:
+    setup = Setup(max_pending=1)
+    setup.accept()
+    ticket = setup.submit(wait=True)
+    assert ticket is not None
+    setup.engine.drain()
+    assert ticket.done
+
+
+@pytest.mark.parametrize(
+    ("row_bytes", "stored", "wanted", "text"),
+    [
+        (ROW_BYTES, "FLOAT16", "ANY", "name both elements or none"),
+        (ROW_BYTES, "ANY", "FLOAT32", "name both elements or none"),
+        (ROW_BYTES, "FLOAT16", "FLOAT8", "into FLOAT32, FLOAT16 or BFLOAT16"),
+        (ROW_BYTES, "FLOAT8", "FLOAT8", "into FLOAT32, FLOAT16 or BFLOAT16"),
+        (6, "FLOAT32", "FLOAT16", "a row of 6 bytes is no whole number of elements of 4"),
+    ],
+)
+def test_reads_that_make_no_sense_are_refused(
+    setup: Setup, row_bytes: int, stored: str, wanted: str, text: str
+) -> None:
+    out = torch.zeros(CHUNK, HIDDEN)
+    elements = [getattr(_native.Element, name) for name in (stored, wanted)]
+    refused_texts(
+        lambda: setup.pool.read_rows([0], row_bytes, 0, 1, out.data_ptr(), ROW_BYTES, *elements),
+        ValueError,
+        text,
+    )
+
+
+def test_scales_need_slots_that_align_them() -> None:
+    pool = _native.SlotPool(_native.Arena(1 << 16), 27)
+    rows = torch.zeros(1, 1, 3, 5)
+    view = _native.PagedView(rows.data_ptr(), (1, 1, 3), 20, (60, 60, 20))
+    engine = _native.TransferEngine(lanes=1)
+    refused_texts(
+        lambda: engine.gather(
+            view,
+            [0],
+            [(0, 0, 3, 1, 0)],
+            pool,
+            source_element=_native.Element.FLOAT32,
+            stored=_native.Element.FLOAT8,
+        ),
+        ValueError,
+        "slots of 27 bytes cannot hold float32 scales",
+    )
 
 
 def test_waiting_for_room_releases_the_gil() -> None:

@@ -299,6 +299,11 @@ MORE_REFUSALS: dict[str, tuple[type[Exception], str, Callable[[torch.Tensor], ob
         r"rows's last dimension has stride 3, must be contiguous \(stride 1\): pass the whole",
         lambda paged: scatter(paged, ROWS.transpose(1, 2).contiguous().transpose(1, 2)),
     ),
+    "rows of the cache itself": (
+        ValueError,
+        r"rows lies in paged's own memory: pass a clone of it",
+        lambda paged: scatter(paged, paged[:, :, 0][:5]),
+    ),
     "more rows than the table has tokens": (
         IndexError,
         r"start 1 and length 20 reach beyond the 12 tokens",
