@@ -216,9 +216,12 @@ def run_measure(figures: Path) -> tuple[Stage, Results | None]:
     try:
         results = results_file.read(figures)
     except ResultsError as error:
-        return Stage(stage.name, "failed", f"{stage.words}; {error}", stage.seconds), None
-    groups = len({case.group for case in results.cases})
-    return Stage(stage.name, stage.state, f"{stage.words}; {groups} groups", stage.seconds), results
+        words = f"{stage.words or 'no figures'}; {error}"
+        return Stage(stage.name, "failed", words, stage.seconds), None
+    words = f"{len({case.group for case in results.cases})} groups"
+    if stage.words:
+        words = f"{stage.words}; {words}"
+    return Stage(stage.name, stage.state, words, stage.seconds), results
 
 
 def find_sanitizer() -> str | None:
