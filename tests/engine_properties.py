@@ -53,6 +53,9 @@ class Place:
         self.registration = self.engine.register_pool(self.pool)
         if wait_for_registration:
             self.registration.wait()
+        if on_gpu and options.get("zero_copy"):
+            # Kernels that write to memory which is not registered lose the context.
+            assert self.registration.bytes == self.arena.bytes, self.registration.refusal
 
     def stream(self) -> int:
         """The raw handle of the stream that torch enqueues on."""
