@@ -16,10 +16,41 @@ from tests.paged_cases import same
 pytestmark = needs_gpu
 
 
+def test_rows_reach_memory_that_is_not_registered() -> None:
+    place = Place(DEVICE)
+    del place.registration
+    properties.check_arrives(place)
+    place.close()
+
+
+def test_rows_arrive_while_the_pool_is_being_registered() -> None:
+    # Several pieces of registration, more than one transfer for each.
+    place = Place(DEVICE, slot_bytes=1 << 20, num_slots=3 << 10, wait_for_registration=False)
+    for seed in range(5):
+        properties.check_arrives(place, seed)
+    place.registration.wait()
+    assert place.registration.refusal == ""
+    assert place.registration.bytes == place.arena.bytes
+    properties.check_arrives(place)
+    place.close()
+
+
+def test_a_pool_that_asks_for_huge_pages_is_registered() -> None:
+    place = Place(DEVICE, slot_bytes=1 << 20, num_slots=64, huge_pages="advise")
+    assert place.registration.refusal == ""
+    assert place.registration.bytes == place.arena.bytes
+    properties.check_arrives(place)
+    place.close()
+
+
+def test_a_store_gives_back_what_it_took() -> None:
+    properties.check_store(DEVICE)
+
+
 @pytest.fixture(scope="module", params=WAYS)
 def way(request: pytest.FixtureRequest) -> str:
     """One way after the other, so that one which loses the context hides nothing of those before:
-    zero copy, of which the driver promises least, is the last."""
+    zero copy, of which the driver promises least, is the last of all."""
     return str(request.param)
 
 
@@ -117,34 +148,3 @@ def test_a_cancelled_transfer_fails_and_others_go_on(way: str) -> None:
 
 def test_closing_ends_every_ticket(way: str) -> None:
     properties.check_close_with_work_in_flight(DEVICE, lambda: busy(20), **WAYS[way])
-
-
-def test_rows_reach_memory_that_is_not_registered() -> None:
-    place = Place(DEVICE)
-    del place.registration
-    properties.check_arrives(place)
-    place.close()
-
-
-def test_rows_arrive_while_the_pool_is_being_registered() -> None:
-    # Several pieces of registration, more than one transfer for each.
-    place = Place(DEVICE, slot_bytes=1 << 20, num_slots=3 << 10, wait_for_registration=False)
-    for seed in range(5):
-        properties.check_arrives(place, seed)
-    place.registration.wait()
-    assert place.registration.refusal == ""
-    assert place.registration.bytes == place.arena.bytes
-    properties.check_arrives(place)
-    place.close()
-
-
-def test_a_pool_that_asks_for_huge_pages_is_registered() -> None:
-    place = Place(DEVICE, slot_bytes=1 << 20, num_slots=64, huge_pages="advise")
-    assert place.registration.refusal == ""
-    assert place.registration.bytes == place.arena.bytes
-    properties.check_arrives(place)
-    place.close()
-
-
-def test_a_store_gives_back_what_it_took() -> None:
-    properties.check_store(DEVICE)
