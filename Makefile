@@ -10,7 +10,8 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 CXX_FILES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: help build demo test test-fast test-cpp sanitize fuzz soak wheel test-wheel lint format bench clean
+.PHONY: help build demo test test-fast test-cpp sanitize fuzz soak wheel test-wheel lint format bench \
+	bench-gpu clean
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -68,6 +69,9 @@ format: .venv/.ready ## put the code into shape
 
 bench: $(BUILD) ## benchmarks: make bench ARGS="ops --quick"
 	@$(PY) -m benchmarks $(ARGS)
+
+bench-gpu: ## on a machine with a GPU: build, tests/gpu, compute-sanitizer, figures, one table
+	@$(or $(wildcard $(PY)),python3) -m benchmarks.gpu_report $(ARGS)
 
 clean: ## remove what was built; .venv stays
 	@rm -rf build dist *.egg-info hidden_cache/*.so demo-output

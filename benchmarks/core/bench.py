@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from benchmarks.core import memory
 from benchmarks.core.errors import BenchmarkError
 from benchmarks.core.machine import usable_cores
 from benchmarks.core.measure import Budget, Contender, interleave
-from benchmarks.core.progress import Progress
 from benchmarks.core.results import Case, Parameter, ratio_to_floor
 
 # Fixed, so that two runs shuffle alike; it is stored with the results.
@@ -20,6 +19,12 @@ FULL = Budget(seconds=3.0, min_rounds=10, max_rounds=50)
 QUICK = Budget(seconds=0.2, min_rounds=3, max_rounds=10)
 
 Spec = TypeVar("Spec")
+
+
+class Progress(Protocol):
+    """Whatever shows the step `text` and the share of the run, 0 to 1, that is done."""
+
+    def show(self, text: str, share: float) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

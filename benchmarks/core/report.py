@@ -14,6 +14,7 @@ from benchmarks.core.compare import Comparison
 from benchmarks.core.machine import BUSY_SHARE
 from benchmarks.core.results import Case, Results
 from benchmarks.core.stats import RESOLUTION, Verdict, summarize
+from benchmarks.core.stats import format_seconds as format_seconds
 
 _VERDICT_STYLE: dict[Verdict, str] = {
     "faster": "green",
@@ -103,14 +104,6 @@ def print_comparison(old: Results, new: Results, found: Comparison, console: Con
         f"than {RESOLUTION:.0%}.",
         style="dim",
     )
-
-
-def format_seconds(seconds: float) -> str:
-    """Three digits and a unit: 12.3 ms."""
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if seconds >= scale:
-            return f"{seconds / scale:.3g} {unit}" if seconds < 1e3 else f"{seconds:.0f} s"
-    return f"{seconds / 1e-9:.3g} ns"
 
 
 def _print_group(group: str, remark: str, table: Table, console: Console) -> None:

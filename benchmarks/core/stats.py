@@ -1,4 +1,4 @@
-"""Medians, spread, and when two measurements differ."""
+"""Medians, spread, when two measurements differ, and seconds as text."""
 
 from __future__ import annotations
 
@@ -50,3 +50,11 @@ def verdict(old: Summary, new: Summary) -> Verdict:
     if new.low > old.high and new.median > old.median * (1 + RESOLUTION):
         return "slower"
     return "unresolved"
+
+
+def format_seconds(seconds: float) -> str:
+    """Three digits and a unit: 12.3 ms."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if seconds >= scale:
+            return f"{seconds / scale:.3g} {unit}" if seconds < 1e3 else f"{seconds:.0f} s"
+    return f"{seconds / 1e-9:.3g} ns"
