@@ -16,7 +16,7 @@ CXX_FILES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
 
-.venv/.ready: tools/bootstrap.sh tools/requirements.txt tools/requirements-model.txt
+.venv/.ready: tools/bootstrap.sh $(wildcard tools/requirements*.txt)
 	@tools/bootstrap.sh
 	@touch $@
 

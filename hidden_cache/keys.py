@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hidden_cache.errors import ConfigError
 
@@ -101,3 +103,44 @@ class BlockHashChunker:
             key = self._namespace + bytes(block_hashes[last_block]) if keyed else None
             found.append(Chunk(start, end, key))
         return found
+
+
+class TokenDatabaseAdapter:
+    """LMCache's `TokenDatabase` as a chunker: the keys are its own, so KV and rows share them.
+
+    A tail shorter than a chunk has a key where the database gives it one (`save_unfull_chunk`).
+    Thread-safe, as the database is.
+    """
+
+    def __init__(self, token_database: Any) -> None:
+        """Raises ConfigError for a database whose keys do not cover what stands before a chunk."""
+        chunk_size = getattr(token_database, "chunk_size", None)
+        if not isinstance(chunk_size, int) or chunk_size < 1:
+            raise ConfigError(
+                f"{type(token_database).__name__} has no chunk size: it cuts prompts at separators "
+                "and keys the pieces alone, while hidden states depend on all tokens before them; "
+                "set enable_blending to false"
+            )
+        self.chunk_size = chunk_size
+        self._database = token_database
+
+    @property
+    def stable(self) -> bool:
+        """Whether the keys are the same in every process.
+
+        A SHA-256 is. Python's own hash and xxHash start from a random number, which
+        PYTHONHASHSEED (a number, the same for all processes) sets.
+        """
+        function = getattr(getattr(self._database, "hash_func", None), "__name__", "")
+        return function.startswith("sha256") or os.environ.get("PYTHONHASHSEED", "").isdigit()
+
+    def chunks(self, token_ids: Any) -> list[Chunk]:
+        """The chunks of a prefix, in order.
+
+        Args:
+            token_ids: a list or a 1-D integer tensor: the full prefix.
+        """
+        return [
+            Chunk(start, end, key)
+            for start, end, key in self._database.process_tokens(tokens=token_ids)
+        ]

