@@ -41,6 +41,8 @@ class HiddenCacheConfig:
         pool_bytes: host memory of the pool. Also takes text such as "4GiB".
         staging_bytes: the most that is on its way from the engine to the pool at once.
         max_pending: the most transfers accepted and not yet ended.
+        result_bytes: host memory for results, taken as they are asked for and recycled when they
+            die; those beyond it get fresh memory. 0 recycles none.
         touch_pages: "background" has the pool's memory backed by threads that end when all of it
             is, from the first rows on; "off" leaves it to whoever writes a page first.
         huge_pages: "off", "advise" (the kernel makes huge pages where it finds room) or "hugetlb"
@@ -57,6 +59,7 @@ class HiddenCacheConfig:
     pool_bytes: int = 4 << 30
     staging_bytes: int = 64 << 20
     max_pending: int = 256
+    result_bytes: int = 1 << 30
     touch_pages: str = "background"
     huge_pages: str = "off"
     huge_pages_timeout_s: float = 10.0
@@ -71,6 +74,11 @@ class HiddenCacheConfig:
             raise ConfigError(
                 f"{PREFIX}chunk_size is {self.chunk_size}: set a number of tokens, or 0 for the "
                 "default"
+            )
+        if self.result_bytes < 0:
+            raise ConfigError(
+                f"{PREFIX}result_bytes is {self.result_bytes}: set a number of bytes, or 0 to "
+                "recycle none"
             )
         for name in ("pool_bytes", "staging_bytes", "max_pending"):
             value = getattr(self, name)
