@@ -57,7 +57,8 @@ class Results:
 
         The tensor must not be written to: torch has none that refuses, and these are the rows that
         all others read. It must outlive what reads it later, such as a copy to a device with
-        `non_blocking`.
+        `non_blocking`. In a forked child it is the parent's memory, for as long as the parent keeps
+        its rows there.
 
         Args:
             pool: kept alive with the tensor.
