@@ -1,4 +1,4 @@
-"""Arena, slot pool and transfer engine: the native layer under the store.
+"""Arena, slot and result pools, transfer engine: the native layer under the store.
 
 Memory is given as addresses and sizes in bytes, and nothing here keeps it alive: the caller holds
 the tensor behind a view, and the pool that rows go to, until the ticket has ended. Every method is
@@ -246,6 +246,82 @@ class SlotPool:
         """Slots that can be allocated now: in extents that are this pool's or nobody's."""
 
     def stats(self) -> SlotPoolStats: ...
+
+class ResultBuffer:
+    """Memory out of a `ResultPool`, for one result: `torch.frombuffer(buffer, dtype=...)`.
+
+    Writable. Goes back to the pool when it and all tensors made of it are gone.
+    """
+
+    @property
+    def bytes(self) -> int: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+class ResultPoolStats:
+    """A snapshot of a pool. Bytes are those of whole buffers."""
+
+    @property
+    def max_bytes(self) -> int: ...
+    @property
+    def in_use_bytes(self) -> int: ...
+    @property
+    def idle_bytes(self) -> int:
+        """Of buffers that wait for the next request."""
+
+    @property
+    def hits(self) -> int:
+        """Requests that were met with a buffer that was there."""
+
+    @property
+    def misses(self) -> int:
+        """Requests that were met with fresh memory, below the limit."""
+
+    @property
+    def fallbacks(self) -> int:
+        """Requests that were refused."""
+
+class ResultPool:
+    """Recycles the memory of results, in buffers of sizes that add at most a quarter above 4 KiB.
+
+    In use and idle together never pass the limit. The pool may die before its buffers. After a fork
+    all methods raise RuntimeError in the child, whose copies of the buffers stay usable.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        """With a limit of 0 it refuses all.
+
+        Raises:
+            ValueError: `max_bytes` is negative.
+        """
+
+    def take(self, bytes: int) -> ResultBuffer | None:
+        """Memory with whatever the result before left in it; None when those in use leave no room.
+
+        Raises:
+            ValueError: `bytes` is below 1.
+            MemoryError: the kernel refused fresh memory.
+        """
+
+    def stats(self) -> ResultPoolStats: ...
+
+class PoolRows:
+    """Bytes of slots that lie side by side, as a buffer that keeps the pool alive.
+
+    Whoever makes one keeps the slots allocated until it dies, which a weak reference tells. It
+    exports as writable, because torch warns of others, and must not be written to.
+    """
+
+    def __init__(self, pool: SlotPool, slot: int, bytes: int) -> None:
+        """`bytes` from the beginning of a slot on.
+
+        Raises:
+            IndexError: no such slot, or `bytes` is below 1 or ends outside of the pool.
+            RuntimeError: the pool belongs to the parent process.
+        """
+
+    @property
+    def bytes(self) -> int: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
 
 class Ticket:
     """A transfer in flight. Made by a `TransferEngine` only.

@@ -58,6 +58,8 @@ class HiddenCacheConfig:
         pool_bytes: host memory of the pool. Also takes text such as "4GiB".
         staging_bytes: the most that is on its way from the engine to the pool at once.
         max_pending: the most transfers accepted and not yet ended.
+        result_bytes: host memory for results, taken as they are asked for and recycled when they
+            die; those beyond it get fresh memory. 0 recycles none.
         touch_pages: "background" has the pool's memory backed by threads that end when all of it
             is, from the first rows on; "off" leaves it to whoever writes a page first.
         huge_pages: "off", "advise" (the kernel makes huge pages where it finds room) or "hugetlb"
@@ -78,6 +80,7 @@ class HiddenCacheConfig:
     pool_bytes: int = 4 << 30
     staging_bytes: int = 64 << 20
     max_pending: int = 256
+    result_bytes: int = 1 << 30
     touch_pages: str = "background"
     huge_pages: str = "off"
     huge_pages_timeout_s: float = 10.0
@@ -101,6 +104,11 @@ class HiddenCacheConfig:
                 f"{PREFIX}pool_bytes is {self.pool_bytes}, must be at least 1 while the store is "
                 "enabled: set a size (max_hidden_state_cpu_size in LMCache's settings), or turn "
                 f"the store off ({PREFIX}enabled, enable_hidden_state_cache)"
+            )
+        if self.result_bytes < 0:
+            raise ConfigError(
+                f"{PREFIX}result_bytes is {self.result_bytes}: set a number of bytes, or 0 to "
+                "recycle none"
             )
         for name in ("staging_bytes", "max_pending"):
             value = getattr(self, name)

@@ -1,5 +1,5 @@
-// hidden_cache._native: arena, slot pool and transfer engine for Python. No torch: memory is given
-// as addresses, and the Python layer keeps its owner alive.
+// hidden_cache._native: arena, slot and result pools and transfer engine for Python. No torch:
+// memory is given as addresses, and the Python layer keeps its owner alive.
 #include "bindings/module.h"
 
 #include <exception>
@@ -21,5 +21,6 @@ PYBIND11_MODULE(_native, module) {
   });
 
   hscache::bind_memory(module);
+  hscache::bind_results(module);
   hscache::bind_transfers(module);
 }

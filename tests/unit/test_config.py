@@ -37,6 +37,7 @@ def test_defaults() -> None:
     assert config == HiddenCacheConfig()
     assert config.enabled
     assert config.pool_bytes == 4 << 30
+    assert config.result_bytes == 1 << 30
 
 
 def test_a_dictionary_gives_our_keys_and_leaves_others_alone() -> None:
@@ -127,6 +128,12 @@ def test_limits_start_at_one(name: str, value: int) -> None:
 def test_a_negative_chunk_size_is_refused() -> None:
     with pytest.raises(ConfigError, match="hscache_chunk_size is -2: set a number of tokens"):
         HiddenCacheConfig(chunk_size=-2)
+
+
+def test_results_may_have_no_memory_but_not_less() -> None:
+    assert HiddenCacheConfig(result_bytes=0).result_bytes == 0
+    with pytest.raises(ConfigError, match="hscache_result_bytes is -1: set a number of bytes, or"):
+        HiddenCacheConfig(result_bytes=-1)
 
 
 @pytest.mark.parametrize(
