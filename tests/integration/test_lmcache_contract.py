@@ -312,7 +312,7 @@ def test_float32_comes_back_bit_for_bit(store: Any) -> None:
 def test_other_dtypes_come_back_as_the_exact_cast(store: Any, dtype: torch.dtype) -> None:
     given = (rows(16).double() * 1000).to(dtype)
     given[0] = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, 6e-8, 65504.0, 1e-30, -1.0])
-    store.store_hidden_states(PROMPT, given)
+    assert store.store_hidden_states(PROMPT, given) == 4
     found = store.retrieve_hidden_states(PROMPT)
     assert torch.equal(found.view(torch.int32), given.float().view(torch.int32))
 
