@@ -28,7 +28,8 @@ SUPPORTED_LMCACHE = SpecifierSet(">=0.5.6,<0.6")
 _MODULES = ("lmcache.v1.hidden_state_store", "lmcache.v1.cache_engine")
 
 _lock = threading.Lock()
-_replaced: dict[str, Any] = {}
+# Modules of LMCache's with the class that they had.
+_replaced: list[tuple[Any, type]] = []
 
 
 def install(engine: Any = None) -> None:
@@ -65,7 +66,7 @@ def install(engine: Any = None) -> None:
             return
         for module in _modules():
             if module.HiddenStateStore is not HiddenStateStore:
-                _replaced[module.__name__] = module.HiddenStateStore
+                _replaced.append((module, module.HiddenStateStore))
                 module.HiddenStateStore = HiddenStateStore
     logger.info("LMCache's engines of this process get hidden_cache's store")
 
@@ -73,8 +74,8 @@ def install(engine: Any = None) -> None:
 def uninstall() -> None:
     """Gives LMCache its own class back, for engines built from now on. Thread-safe."""
     with _lock:
-        for name, theirs in _replaced.items():
-            importlib.import_module(name).HiddenStateStore = theirs  # type: ignore[attr-defined]
+        for module, theirs in _replaced:
+            module.HiddenStateStore = theirs
         _replaced.clear()
 
 

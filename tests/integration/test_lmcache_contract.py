@@ -7,6 +7,8 @@ two do differently on purpose, who is evicted under pool pressure, is not asked 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +23,8 @@ from lmcache.v1 import hidden_state_store
 from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.metadata import LMCacheMetadata
 from lmcache.v1.token_database import ChunkedTokenDatabase
+
+from hidden_cache.keys import TokenDatabaseAdapter
 
 CHUNK = 4  # tokens
 HIDDEN = 8
@@ -308,7 +312,7 @@ def test_float32_comes_back_bit_for_bit(store: Any) -> None:
 def test_other_dtypes_come_back_as_the_exact_cast(store: Any, dtype: torch.dtype) -> None:
     given = (rows(16).double() * 1000).to(dtype)
     given[0] = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, 6e-8, 65504.0, 1e-30, -1.0])
-    store.store_hidden_states(PROMPT, given)
+    assert store.store_hidden_states(PROMPT, given) == 4
     found = store.retrieve_hidden_states(PROMPT)
     assert torch.equal(found.view(torch.int32), given.float().view(torch.int32))
 
@@ -613,6 +617,61 @@ def test_a_closed_store_has_nothing_to_retrieve(store: Any) -> None:
 def test_a_store_may_be_closed_twice(store: Any) -> None:
     store.close()
     store.close()
+
+
+# Keys
+
+
+@pytest.mark.parametrize("save_unfull_chunk", [True, False])
+def test_the_adapter_gives_the_keys_of_the_kv_side(save_unfull_chunk: bool) -> None:
+    config = engine_config(save_unfull_chunk=save_unfull_chunk)
+    adapter = TokenDatabaseAdapter(ChunkedTokenDatabase(config, METADATA))
+    assert adapter.chunk_size == CHUNK
+    for token_ids in (PROMPT[:10], torch.tensor(PROMPT[:10])):
+        chunks = adapter.chunks(token_ids)
+        assert [chunk.key for chunk in chunks] == keys_of(
+            PROMPT[:10], save_unfull_chunk=save_unfull_chunk
+        )
+        expected = [(0, 4), (4, 8), (8, 10)][: 3 if save_unfull_chunk else 2]
+        assert [(chunk.start, chunk.end) for chunk in chunks] == expected
+
+
+KEYS_ELSEWHERE = """
+import torch
+from lmcache.v1.config import LMCacheEngineConfig
+from lmcache.v1.metadata import LMCacheMetadata
+from lmcache.v1.token_database import ChunkedTokenDatabase
+from hidden_cache.keys import TokenDatabaseAdapter
+
+metadata = LMCacheMetadata("m", 1, 1, 0, 0, torch.bfloat16, (2, 2, 4, 1, 16))
+for name in ("builtin", "sha256", "sha256_cbor"):
+    config = LMCacheEngineConfig.from_defaults(chunk_size=4, pre_caching_hash_algorithm=name)
+    adapter = TokenDatabaseAdapter(ChunkedTokenDatabase(config, metadata))
+    print("RESULT", name, adapter.stable, *[c.key.chunk_hash for c in adapter.chunks(range_)])
+""".replace("range_", "list(range(8))")
+
+
+@pytest.mark.engine  # no engine, but as much time
+def test_keys_that_are_called_stable_are_the_same_in_every_process() -> None:
+    variables = {k: v for k, v in os.environ.items() if k != "PYTHONHASHSEED"}
+    command = [sys.executable, "-c", KEYS_ELSEWHERE]
+    both = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables)
+        for _ in range(2)
+    ]
+    results = []
+    for process in both:
+        printed, _ = process.communicate()
+        assert process.returncode == 0
+        lines = [line.split()[1:] for line in printed.splitlines() if line[:6] == "RESULT"]
+        results.append({name: (stable == "True", hashes) for name, stable, *hashes in lines})
+    assert {name: stable for name, (stable, _) in results[0].items()} == {
+        "builtin": False,
+        "sha256": True,
+        "sha256_cbor": True,
+    }
+    for name, (stable, hashes) in results[0].items():
+        assert (hashes == results[1][name][1]) is stable
 
 
 # Settings

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, entry_points
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,6 +59,18 @@ def test_an_engines_settings_may_allow_what_was_not_tested(monkeypatch: pytest.M
     # It gets as far as the next check.
     with pytest.raises(ConfigError, match="set enable_hidden_state_cache to true"):
         lmcache.install(engine)
+
+
+def test_a_file_of_lmcaches_may_allow_what_was_not_tested(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "lmcache.yaml"
+    path.write_text("chunk_size: 256\nhscache_allow_untested: true\n")
+    monkeypatch.setenv("LMCACHE_CONFIG_FILE", str(path))
+    installed(monkeypatch, "7.0")
+    monkeypatch.setattr(lmcache, "_MODULES", ("none_of_this_name",))
+    with pytest.raises(ConfigError, match="LMCache cannot be imported: No module named"):
+        lmcache.install()
 
 
 PLUGIN = """
