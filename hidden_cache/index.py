@@ -3,22 +3,10 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
-from hidden_cache import _native
-
-
-@dataclass(slots=True)
-class LayerRows:
-    """One layer of one chunk: its slot, and the transfer that fills it until it is committed."""
-
-    slot: int
-    ticket: _native.Ticket | None
-
-    @property
-    def committed(self) -> bool:
-        return self.ticket is None or self.ticket.done
+from hidden_cache.storage import LayerRows
 
 
 @dataclass(slots=True, eq=False)
@@ -28,8 +16,8 @@ class Entry:
     Touched only under the store's lock.
     """
 
-    key: bytes
-    parent_key: bytes | None
+    key: Hashable
+    parent_key: Hashable | None
     layers: dict[int, LayerRows] = field(default_factory=dict)
     pins: int = 0
     last_used: int = 0
@@ -37,11 +25,16 @@ class Entry:
     record: int = 0  # number of its record in the eviction heap, 0 without one
 
     @property
-    def busy(self) -> bool:
-        """Whether it must stay: somebody holds it, or a transfer still writes into it."""
-        return self.pins > 0 or any(
+    def filling(self) -> bool:
+        """Whether a transfer still writes into its slots."""
+        return any(
             rows.ticket is not None and not rows.ticket.ended for rows in self.layers.values()
         )
+
+    @property
+    def busy(self) -> bool:
+        """Whether its slots must stay: somebody holds it, or a transfer still writes into them."""
+        return self.pins > 0 or self.filling
 
 
 class ChunkIndex:
@@ -53,8 +46,8 @@ class ChunkIndex:
     """
 
     def __init__(self) -> None:
-        self._entries: dict[bytes, Entry] = {}
-        self._children: dict[bytes, set[Entry]] = {}
+        self._entries: dict[Hashable, Entry] = {}
+        self._children: dict[Hashable, set[Entry]] = {}
         self._clock = 0
         # Candidates as (reachable, last used, record number, entry). A record whose number is not
         # its entry's is void. The others may lag behind what was touched since, and are put right
@@ -68,10 +61,10 @@ class ChunkIndex:
     def __iter__(self) -> Iterator[Entry]:
         return iter(self._entries.values())
 
-    def get(self, key: bytes) -> Entry | None:
+    def get(self, key: Hashable) -> Entry | None:
         return self._entries.get(key)
 
-    def add(self, key: bytes, parent_key: bytes | None) -> Entry:
+    def add(self, key: Hashable, parent_key: Hashable | None) -> Entry:
         """A new entry for a key that is not present."""
         entry = Entry(key, parent_key)
         self._entries[key] = entry
@@ -143,7 +136,7 @@ class ChunkIndex:
             self._heap = [record for record in self._heap if record[2] == record[3].record]
             heapq.heapify(self._heap)
 
-    def _descendants(self, key: bytes) -> Iterator[Entry]:
+    def _descendants(self, key: Hashable) -> Iterator[Entry]:
         pending = list(self._children.get(key, ()))
         while pending:
             entry = pending.pop()

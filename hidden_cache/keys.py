@@ -6,9 +6,9 @@ import hashlib
 import json
 import os
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from hidden_cache.errors import ConfigError
 
@@ -25,7 +25,32 @@ class Chunk:
 
     start: int
     end: int
-    key: bytes | None
+    key: Hashable | None
+
+
+class Chunker(Protocol):
+    """What cuts token ids into keyed chunks, such as `TokenChunker`."""
+
+    @property
+    def chunk_size(self) -> int: ...
+
+    def chunks(self, token_ids: Any, /) -> list[Chunk]: ...
+
+
+def chunker_for(token_database: Any) -> Chunker:
+    """A token database of ours as it is, another one behind the same face.
+
+    Raises:
+        TypeError: an object that cuts no chunks.
+    """
+    if hasattr(token_database, "chunks"):
+        return token_database  # type: ignore[no-any-return]
+    if hasattr(token_database, "process_tokens"):
+        return TokenDatabaseAdapter(token_database)
+    raise TypeError(
+        f"a token database is a {type(token_database).__name__}, must have chunks(token_ids) or "
+        "process_tokens(tokens=token_ids)"
+    )
 
 
 def make_namespace(**identity: str | int) -> bytes:
@@ -56,7 +81,8 @@ class TokenChunker:
 
     def chunks(self, token_ids: Iterable[int]) -> list[Chunk]:
         """The whole chunks of a prefix, in order; a tail shorter than a chunk has none."""
-        tokens = array("q", token_ids)
+        # A tensor gives its numbers at once; one by one each would be a tensor.
+        tokens = array("q", token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids)
         size = self.chunk_size
         key = self._root
         found = []

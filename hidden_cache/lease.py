@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
 
 from hidden_cache import _native
 from hidden_cache.errors import HiddenCacheError, TransferError
+from hidden_cache.formats import RowFormat
 from hidden_cache.index import Entry
 
 if TYPE_CHECKING:
     from hidden_cache.store import HiddenStateStore
-
-
-@dataclass(frozen=True, slots=True)
-class RowFormat:
-    """What a pool's rows are and where they come from: fixed by the first store, so that slots are
-    of one size and one engine moves them."""
-
-    dtype: torch.dtype
-    hidden: int
-    device: torch.device
-
-    @property
-    def row_bytes(self) -> int:
-        return self.hidden * self.dtype.itemsize
-
-    def __str__(self) -> str:
-        return f"{self.hidden} x {self.dtype} on {self.device}"
 
 
 class Lease:
@@ -42,30 +26,36 @@ class Lease:
         num_tokens: rows `0..num_tokens` of the request.
         layer_idxs: the layers, in the order in which `read` gives them.
         tokens_from_pool: tokens that were not gathered, because their chunk was there already.
-        dtype, hidden: what a row is.
+        new_chunks: chunks that were brought, or some layer of them.
+        dtype, hidden: what a row is, as it was given; the pool may keep it as something else.
         ticket: the transfer of what was not there; None when all was.
     """
 
     def __init__(
         self,
         store: HiddenStateStore,
+        *,
         num_tokens: int,
         layer_idxs: tuple[int, ...],
         entries: list[Entry],
         private: list[list[int]],
         ticket: _native.Ticket | None,
         tokens_from_pool: int,
+        new_chunks: int,
         rows: RowFormat,
+        dtype: torch.dtype,
     ) -> None:
         self._store = store
         self._entries = entries
         self._private = private  # slots by layer of each chunk without a key, behind the entries
-        self.ticket = ticket
+        self._rows = rows  # of the chunks that were brought
         self._released = False
+        self.ticket = ticket
         self.num_tokens = num_tokens
         self.layer_idxs = layer_idxs
         self.tokens_from_pool = tokens_from_pool
-        self.dtype = rows.dtype
+        self.new_chunks = new_chunks
+        self.dtype = dtype
         self.hidden = rows.hidden
 
     @property
@@ -127,17 +117,31 @@ class Lease:
         if not all(ticket.done for ticket in tickets):
             raise TransferError("the rows are not in the pool: wait() for them before reading")
         row_bytes = self.hidden * self.dtype.itemsize
+        chunk_size = self._store.chunk_size
         for place, layer in enumerate(self.layer_idxs):
-            slots = [entry.layers[layer].slot for entry in self._entries]
-            slots += [chunk[place] for chunk in self._private]
-            self._store._pool_in_use().read_rows(
-                slots,
-                row_bytes,
-                start,
-                len(out),
-                out.data_ptr() + place * row_bytes,
-                len(self.layer_idxs) * row_bytes,
-            )
+            chunks = [
+                (entry.layers[layer].format, entry.layers[layer].slot) for entry in self._entries
+            ]
+            chunks += [(self._rows, slots[place]) for slots in self._private]
+            first = 0
+            # Chunks that are kept in the same way are read in one go.
+            for rows, group in groupby(chunks, key=lambda chunk: chunk[0]):
+                slots = [slot for _, slot in group]
+                end = first + len(slots) * chunk_size
+                begin, stop = max(start, first), min(start + len(out), end)
+                if begin < stop:
+                    wanted, stored = rows.elements(self.dtype)
+                    self._store._storage.pool(rows).read_rows(
+                        slots,
+                        rows.row_bytes,
+                        begin - first,
+                        stop - begin,
+                        out[begin - start].data_ptr() + place * row_bytes,
+                        len(self.layer_idxs) * row_bytes,
+                        stored,
+                        wanted,
+                    )
+                first = end
 
     def release(self) -> None:
         """Gives up the hold; chunks with keys stay in the pool, the rest goes. Idempotent.
@@ -150,4 +154,5 @@ class Lease:
             self._released = True
         if self._private and self.ticket is not None:
             self.ticket.wait()
-        self._store._release(self._entries, [slot for chunk in self._private for slot in chunk])
+        slots = [slot for chunk in self._private for slot in chunk]
+        self._store._release_lease(self._entries, self._rows, slots)

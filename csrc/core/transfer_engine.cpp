@@ -780,6 +780,12 @@ void TransferEngine::Machine::close() {
   ended_.notify_all();
   if (!mutated("close does not drain")) drain();
   if (thread.joinable()) thread.join();
+  const std::lock_guard turn(poll_mutex_);
+  if (!in_flight_.empty()) return;  // another thread's call waits for it still
+  for (Lane& lane : lanes_) lane = Lane{};
+  free_regions_.clear();
+  device_ring_.reset();
+  pinned_heads_.reset();
 }
 
 std::int64_t TransferEngine::Machine::pending() const {

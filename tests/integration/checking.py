@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ class CheckingConnector(HiddenCacheConnector):
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
-        self._first_rows: dict[bytes, torch.Tensor] = {}
+        self._first_rows: dict[Hashable, torch.Tensor] = {}
         self._checked_step = -1
 
     def _step(self) -> None:

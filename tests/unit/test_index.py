@@ -14,6 +14,7 @@ def names(index: ChunkIndex) -> str:
     """All entries in the order in which they go, as one word; empties the index."""
     gone = []
     while (entry := index.pop_victim()) is not None:
+        assert isinstance(entry.key, bytes)
         gone.append(entry.key.decode())
     return "".join(gone)
 

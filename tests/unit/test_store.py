@@ -9,8 +9,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Hashable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,7 +53,13 @@ def store() -> Iterator[HiddenStateStore]:
 @pytest.fixture
 def still(monkeypatch: pytest.MonkeyPatch) -> Iterator[HiddenStateStore]:
     """A store whose transfers stay pending until `arrive(store)`."""
-    monkeypatch.setattr(_native, "TransferEngine", partial(_native.TransferEngine, threaded=False))
+    make = _native.TransferEngine
+
+    def make_still(**options: Any) -> _native.TransferEngine:
+        # What stores has a limit; what reads goes on by itself.
+        return make(**options, threaded="max_pending" not in options)
+
+    monkeypatch.setattr(_native, "TransferEngine", make_still)
     store = make_store(max_pending=2)
     yield store
     store.close()
@@ -62,8 +67,8 @@ def still(monkeypatch: pytest.MonkeyPatch) -> Iterator[HiddenStateStore]:
 
 def arrive(store: HiddenStateStore) -> None:
     """Has all transfers of a still store run to their end."""
-    assert store._engine is not None
-    store._engine.drain()
+    for engine in store._storage.engines.values():
+        engine.drain()
 
 
 def rows_for(tokens: int, first: int = 0) -> torch.Tensor:
@@ -100,7 +105,7 @@ def read(held: Lease) -> torch.Tensor:
     return out
 
 
-def keys(tokens: list[int]) -> list[bytes]:
+def keys(tokens: list[int]) -> list[Hashable]:
     return [chunk.key for chunk in TokenChunker(CHUNK).chunks(tokens) if chunk.key is not None]
 
 
@@ -472,11 +477,26 @@ def test_bad_arguments_leave_nothing_behind(
     [make_rows(4, 3, HIDDEN, torch.int64), make_rows(4, 3, HIDDEN + 1)],
     ids=["another dtype", "another hidden size"],
 )
-def test_rows_of_another_format_are_refused(rows: torch.Tensor, store: HiddenStateStore) -> None:
+def test_rows_of_another_format_share_the_pool(rows: torch.Tensor) -> None:
+    store = make_store(slots=(16 << 20) // SLOT_BYTES)
+    first = put(store, [1, 2, 3, 4])
+    put(store, [5, 6, 7, 8], rows)
+    check_equal(store.retrieve_layers([1, 2, 3, 4], LAYERS), first)
+    check_equal(store.retrieve_layers([5, 6, 7, 8], LAYERS), rows)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [make_rows(4, 3, HIDDEN, torch.int64), make_rows(4, 3, HIDDEN + 1)],
+    ids=["another dtype", "another hidden size"],
+)
+def test_a_chunk_that_is_there_in_another_format_is_refused(
+    rows: torch.Tensor, store: HiddenStateStore
+) -> None:
     put(store, [1, 2, 3, 4])
     before = store.stats()
-    with pytest.raises(ValueError, match=r"this store holds rows of 6 x torch.int32"):
-        put(store, [5, 6, 7, 8], rows)
+    with pytest.raises(ValueError, match=r"layer 5 of tokens 0 to 4 is there as 6 x torch.int32"):
+        put(store, [1, 2, 3, 4], rows)
     assert store.stats() == before
 
 
@@ -497,7 +517,7 @@ def test_a_first_store_that_failed_leaves_neither_format_nor_threads(
     [
         ([Chunk(4, 8, b"a")], "chunk 0 is .* must be tokens 0 to 4"),
         ([Chunk(0, 4, b"a"), Chunk(8, 12, b"b")], "chunk 1 is .* must be tokens 4 to 8"),
-        ([Chunk(0, 4, b"a"), Chunk(4, 6, b"b")], "chunk 1 is .* must be tokens 4 to 8"),
+        ([Chunk(0, 3, b"a"), Chunk(3, 7, b"b")], "chunk 0 is .* must be tokens 0 to 4"),
         ([Chunk(0, 8, b"a")], "chunk 0 is .* must be tokens 0 to 4"),
         ([Chunk(0, 2, None), Chunk(2, 4, None)], "chunk 0 is .* must be tokens 0 to 4"),
         ([Chunk(0, 0, None)], "chunk 0 is .* must be tokens 0 to 4"),
@@ -540,15 +560,19 @@ def test_a_lease_released_by_many_threads_is_released_once(store: HiddenStateSto
     assert used_slots(store) == 0
 
 
-def test_a_pinned_chunk_is_not_dropped(store: HiddenStateStore) -> None:
+def test_a_dropped_chunk_stays_for_who_holds_it(store: HiddenStateStore) -> None:
     held = lease(store, with_tail(list(range(4))), rows_for(4))
     held.wait()
     (key,) = keys(list(range(4)))
-    assert not store.drop_key(key)
-    held.release()
     assert store.drop_key(key)
     assert not store.drop_key(key)
     assert not store.has_chunk(key, LAYERS[0])
+    again = put(store, list(range(4)), rows_for(4, first=500))
+    assert torch.equal(read(held), rows_for(4))
+    assert used_slots(store) == 2 * len(LAYERS)
+    held.release()
+    assert used_slots(store) == len(LAYERS)
+    check_equal(store.retrieve_layers(list(range(4)), LAYERS), again)
 
 
 def test_rows_on_their_way_are_not_read(still: HiddenStateStore) -> None:
@@ -562,7 +586,7 @@ def test_rows_on_their_way_are_not_read(still: HiddenStateStore) -> None:
     held.release()
 
 
-def test_chunks_on_their_way_are_neither_returned_nor_dropped_nor_evicted(
+def test_chunks_on_their_way_are_neither_returned_nor_evicted(
     still: HiddenStateStore,
 ) -> None:
     tokens = list(range(8))
@@ -571,7 +595,6 @@ def test_chunks_on_their_way_are_neither_returned_nor_dropped_nor_evicted(
     assert still.retrieve_layers(tokens, LAYERS) is None
     assert still.coverage(tokens, LAYERS) == 0
     assert not still.has_chunk(keys(tokens)[0], LAYERS[0])
-    assert not still.drop_key(keys(tokens)[1])
     with pytest.raises(PoolFullError) as caught:
         lease(still, with_tail([9] * 4 * 21), rows_for(4 * 21))
     assert caught.value.can_wait
@@ -618,8 +641,8 @@ def test_a_tail_on_its_way_is_freed_when_it_has_arrived(still: HiddenStateStore)
 
 def fail(store: HiddenStateStore) -> None:
     """Has all pending transfers of a still store fail."""
-    assert store._engine is not None
-    store._engine.close()
+    for engine in store._storage.engines.values():
+        engine.close()
 
 
 def test_a_failed_transfer_is_told_and_its_chunks_are_forgotten(still: HiddenStateStore) -> None:
@@ -787,11 +810,12 @@ def test_close_fails_what_was_not_begun_and_refuses_what_comes(still: HiddenStat
     for refused in (
         lambda: put(still, [1, 2, 3, 4]),
         lambda: lease(still, with_tail([1, 2]), rows_for(2)),
-        lambda: still.retrieve_layers([1, 2, 3, 4], LAYERS),
     ):
         with pytest.raises(HiddenCacheError, match="the store is closed"):
             refused()
     still.close()
+    assert still.retrieve_layers(list(range(6)), LAYERS) is None
+    assert still.num_cached_chunks() == 0
 
 
 def test_close_while_many_threads_store(store: HiddenStateStore) -> None:
@@ -907,7 +931,8 @@ if child == 0:
     print("child", refused, flush=True)
     sys.exit(0)
 assert os.waitpid(child, 0)[1] == 0
-still._engine.drain()
+for engine in still._storage.engines.values():
+    engine.drain()
 held.wait()
 held.release()
 still.close()
@@ -1040,7 +1065,8 @@ def test_stats_say_what_a_gpu_refused_to_pin(store: HiddenStateStore) -> None:
     stats = store.stats()
     assert (stats.pinned_bytes, stats.pinning, stats.pin_refusal) == (0, False, "")
     refusal = "cudaErrorMemoryAllocation (out of memory)"
-    store._registration = SimpleNamespace(bytes=96, at_work=True, refusal=refusal)  # type: ignore[assignment]
+    told = SimpleNamespace(bytes=96, at_work=True, refusal=refusal, stop=lambda: None)
+    store._storage._registrations[torch.device("cuda", 0)] = told  # type: ignore[assignment]
     stats = store.stats()
     assert (stats.pinned_bytes, stats.pinning, stats.pin_refusal) == (96, True, refusal)
 

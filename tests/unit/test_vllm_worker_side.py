@@ -115,8 +115,8 @@ class Driver:
     def arrive(self) -> None:
         """Has all transfers that were begun run to their end."""
         assert self.side._owned is not None
-        assert self.side._owned.store._engine is not None
-        self.side._owned.store._engine.drain()
+        for engine in self.side._owned.store._storage.engines.values():
+            engine.drain()
 
     def load(self, request_id: str) -> dict[str, torch.Tensor]:
         return load_hidden_states(self.path(request_id), timeout=PATIENCE_S)
@@ -443,8 +443,8 @@ def test_a_block_that_is_not_there_is_told(drive: Callable[..., Driver]) -> None
 def test_an_engine_that_takes_no_more_transfers_is_told(drive: Callable[..., Driver]) -> None:
     driver = drive().own()
     assert driver.side._owned is not None
-    assert driver.side._owned.store._engine is not None
-    driver.side._owned.store._engine.close()
+    for engine in driver.side._owned.store._storage.engines.values():
+        engine.close()
     driver.save(driver.order("r"))
     reason, detail = driver.refusal("r")
     assert reason == "transfer_failed"
@@ -459,8 +459,8 @@ def test_a_failed_transfer_is_told_and_its_blocks_given_back(
     driver = drive().own()
     driver.save(driver.order("r"))
     assert driver.side._owned is not None
-    assert driver.side._owned.store._engine is not None
-    driver.side._owned.store._engine.close()
+    for engine in driver.side._owned.store._storage.engines.values():
+        engine.close()
     assert driver.refusal("r")[0] == "transfer_failed"
     assert driver.side.reported() == {"r"}
 
