@@ -444,6 +444,49 @@ def test_reads_that_make_no_sense_are_refused(
     )
 
 
+@pytest.mark.parametrize(
+    ("elements", "counts", "text"),
+    [
+        (("FLOAT16", "ANY"), False, "elements of one side are not known"),
+        (("ANY", "ANY"), True, "to count what is not finite"),
+        (("FLOAT32", "FLOAT16"), False, "a row of 18 bytes is no whole number of elements of 4"),
+    ],
+)
+def test_conversions_that_make_no_sense_are_refused(
+    elements: tuple[str, str], counts: bool, text: str
+) -> None:
+    pool = _native.SlotPool(_native.Arena(1 << 16), 180)
+    rows = torch.zeros(4, 9, dtype=torch.float16)
+    view = _native.PagedView(rows.data_ptr(), (1, 1, 4), 18, (72, 72, 18))
+    engine = _native.TransferEngine(lanes=1)
+    source, stored = (getattr(_native.Element, name) for name in elements)
+    refused_texts(
+        lambda: engine.gather(
+            view,
+            [0],
+            [(0, 0, 4, 0, 0)],
+            pool,
+            source_element=source,
+            stored=stored,
+            count_non_finite=counts,
+        ),
+        ValueError,
+        text,
+    )
+    assert engine.pending == 0
+
+
+def test_rows_in_token_order_are_one_block() -> None:
+    pool = _native.SlotPool(_native.Arena(1 << 16), 64)
+    view = _native.PagedView(0, (2, 1, 4), 16, (64, 64, 16))
+    engine = _native.TransferEngine(lanes=1)
+    refused_texts(
+        lambda: engine.copy_rows(view, [(0, 0, 4, 0, 0)], pool),
+        ValueError,
+        "are a view of 1 block, not of 2",
+    )
+
+
 def test_scales_need_slots_that_align_them() -> None:
     pool = _native.SlotPool(_native.Arena(1 << 16), 27)
     rows = torch.zeros(1, 1, 3, 5)

@@ -1,0 +1,281 @@
+"""Rows in and out of the store as tensors: dtypes, partial stores, KV gone, many threads."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from hidden_cache.config import HiddenCacheConfig
+from hidden_cache.errors import ConfigError
+from hidden_cache.keys import Chunk, TokenChunker
+from hidden_cache.store import HiddenStateStore
+from tests.threads import PATIENCE_S
+from tests.unit import make_paged
+
+CHUNK = 4
+HIDDEN = 16
+STRESS_S = float(os.environ.get("HSCACHE_STRESS_S", "3"))
+
+
+def make_store(**settings: Any) -> HiddenStateStore:
+    return HiddenStateStore(
+        HiddenCacheConfig(**{"chunk_size": CHUNK, "pool_bytes": 64 << 20, **settings})
+    )
+
+
+def rows_for(tokens: list[int], layer: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Rows that depend on the whole prefix, as hidden states do: none fits another prefix."""
+    sums = torch.tensor(tokens, dtype=torch.int64).cumsum(0) * 7 + layer
+    return (sums[:, None] % 251 + torch.arange(HIDDEN)[None] / 16).to(dtype)
+
+
+class Kv:
+    """A storage manager that knows what was taken away."""
+
+    def __init__(self) -> None:
+        self.gone: set[object] = set()
+        self.asked: list[object] = []
+
+    def contains(self, key: object) -> str | None:
+        self.asked.append(key)
+        return None if key in self.gone else "here"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_rows_are_kept_in_the_dtype_given(dtype: torch.dtype) -> None:
+    store = make_store()
+    tokens = list(range(12))
+    rows = rows_for(tokens, dtype=dtype)
+    assert store.store_hidden_states(tokens, rows) == 3
+    assert store.stats().slot_bytes == CHUNK * HIDDEN * dtype.itemsize
+    found = store.retrieve_hidden_states(tokens)
+    assert found is not None
+    assert found.dtype == torch.float32
+    assert torch.equal(found, rows.float())
+    own = store.retrieve_hidden_states(tokens, dtype=None)
+    assert own is not None
+    assert own.dtype == dtype
+    assert torch.equal(own, rows)
+
+
+@pytest.mark.parametrize(
+    ("storage", "error"), [("float32", 0.0), ("float16", 2**-11), ("bfloat16", 2**-8)]
+)
+def test_rows_may_be_kept_as_something_else(storage: str, error: float) -> None:
+    store = make_store(storage_dtype=storage)
+    tokens = list(range(1, 9))
+    rows = rows_for(tokens)
+    store.store_hidden_states(tokens, rows)
+    assert store.stats().slot_bytes == CHUNK * HIDDEN * (4 if storage == "float32" else 2)
+    found = store.retrieve_hidden_states(tokens)
+    assert found is not None
+    assert torch.equal(found, rows.to(getattr(torch, storage)).float())
+    assert ((found - rows).abs() <= rows.abs() * error).all()
+
+
+def test_float8_takes_a_byte_an_element_and_a_scale_a_row() -> None:
+    store = make_store(storage_dtype="float8")
+    tokens = list(range(1, 9))
+    rows = torch.randn(8, HIDDEN, generator=torch.Generator().manual_seed(0)).bfloat16()
+    store.store_hidden_states(tokens, rows)
+    assert store.stats().slot_bytes == CHUNK * (HIDDEN + 4)
+    found = store.retrieve_hidden_states(tokens)
+    assert found is not None
+    # Half a step of three bits of fraction, of the row's largest element.
+    largest = rows.float().abs().amax(-1, keepdim=True)
+    assert ((found - rows.float()).abs() <= largest * 2**-4).all()
+    assert ((found - rows.float()).abs().amax(-1) > 0).all()
+
+
+def test_a_lease_gives_what_it_was_given_whatever_the_pool_keeps() -> None:
+    store = make_store(storage_dtype="bfloat16")
+    rows = rows_for(list(range(6)), dtype=torch.float32)[:, None]
+    paged, block_ids = make_paged(rows, 3)
+    chunks = [*TokenChunker(CHUNK).chunks(list(range(4))), Chunk(4, 6, None)]
+    held = store.lease_paged(chunks, paged, block_ids, layer_idxs=[0])
+    held.wait()
+    out = torch.empty(6, 1, HIDDEN)
+    held.read(0, out)
+    assert torch.equal(out, rows.bfloat16().float())
+    held.release()
+
+
+def test_rows_of_any_layout_are_taken() -> None:
+    store = make_store()
+    tokens = list(range(8))
+    rows = rows_for(tokens)
+    assert store.store_hidden_states(tokens, rows.t().contiguous().t()) == 2
+    assert store.store_hidden_states(tokens, torch.stack([rows, rows], 1)[:, 0], layer_idx=1) == 2
+    assert store.store_hidden_states(torch.tensor(tokens), rows[4:], token_offset=4) == 0
+    for layer in (0, 1):
+        found = store.retrieve_hidden_states(torch.tensor(tokens), layer_idx=layer)
+        assert found is not None
+        assert torch.equal(found, rows)
+
+
+def test_a_prefix_larger_than_the_pool_is_kept_from_the_front(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store = make_store(pool_bytes=5 * CHUNK * HIDDEN * 4)
+    tokens = list(range(40))
+    rows = rows_for(tokens)
+    with caplog.at_level(logging.WARNING):
+        assert store.store_hidden_states(tokens, rows) == 5
+        found = store.retrieve_hidden_states(tokens)
+        assert found is not None
+        assert torch.equal(found, rows[:20])
+        assert store.store_hidden_states(tokens, rows) == 0
+    (said,) = caplog.messages
+    assert "room for 20 of the 40 tokens" in said
+    assert "set hscache_pool_bytes higher" in said
+    assert store.stats().partial_stores == 2
+    assert store.stats().evicted_chunks == 0
+
+
+def test_what_does_not_fit_makes_room_by_evicting_others_only() -> None:
+    store = make_store(pool_bytes=5 * CHUNK * HIDDEN * 4)
+    old, new = list(range(8)), list(range(100, 116))
+    store.store_hidden_states(old, rows_for(old))
+    assert store.store_hidden_states(new, rows_for(new)) == 4
+    assert store.stats().evicted_chunks == 1
+    found = store.retrieve_hidden_states(old)
+    assert found is not None
+    assert torch.equal(found, rows_for(old)[:4])
+
+
+def test_layers_that_are_not_wanted_are_dropped_and_counted() -> None:
+    store = make_store(layers=(0, 24))
+    tokens = list(range(4))
+    assert store.store_hidden_states(tokens, torch.zeros(3), layer_idx=7) == 0
+    assert store.store_hidden_states(tokens, rows_for(tokens), layer_idx=24) == 1
+    assert store.stats().dropped_stores == 1
+
+
+def test_a_chunk_whose_kv_is_gone_goes_and_whoever_holds_it_reads_on() -> None:
+    store = make_store()
+    kv = Kv()
+    store.bind_storage_manager(kv)
+    tokens = list(range(12))
+    rows = rows_for(tokens)[:, None]
+    chunks = TokenChunker(CHUNK).chunks(tokens)
+    paged, block_ids = make_paged(rows, 3)
+    held = store.lease_paged(chunks, paged, block_ids, layer_idxs=[0])
+    held.wait()
+    kv.gone.add(chunks[1].key)
+    assert store.coverage(tokens) == 4
+    assert kv.asked == [chunks[0].key, chunks[1].key]
+    assert not store.has_chunk(chunks[1].key)
+    assert store.has_chunk(chunks[2].key)
+    kv.gone.clear()
+    found = store.retrieve_hidden_states(tokens)
+    assert found is not None
+    assert len(found) == 4
+    out = torch.empty(12, 1, HIDDEN)
+    held.read(0, out)
+    assert torch.equal(out, rows)
+    held.release()
+    stats = store.stats()
+    assert (stats.misses_kv_gone, stats.misses_not_stored) == (1, 1)
+    assert stats.used_bytes == 2 * stats.slot_bytes
+
+
+def test_a_storage_manager_that_fails_leaves_no_chunk_held() -> None:
+    store = make_store()
+    tokens = list(range(8))
+    store.store_hidden_states(tokens, rows_for(tokens))
+    keys = [chunk.key for chunk in TokenChunker(CHUNK).chunks(tokens)]
+
+    class Failing:
+        def contains(self, key: object) -> str:
+            if key == keys[1]:
+                raise ConnectionError("the backend is away")
+            return "here"
+
+    store.bind_storage_manager(Failing())
+    with pytest.raises(ConnectionError):
+        store.retrieve_hidden_states(tokens)
+    assert store.drop_key(keys[0])
+    assert store.stats().used_bytes == store.stats().slot_bytes
+
+
+def test_reset_drops_all_chunks() -> None:
+    store = make_store()
+    tokens = list(range(8))
+    store.store_hidden_states(tokens, rows_for(tokens))
+    store.reset()
+    assert store.num_cached_chunks() == 0
+    assert store.retrieve_hidden_states(tokens) is None
+    assert store.store_hidden_states(tokens, rows_for(tokens)) == 2
+
+
+def test_results_come_out_of_recycled_memory() -> None:
+    store = make_store()
+    tokens = list(range(256))
+    store.store_hidden_states(tokens, rows_for(tokens))
+    found = store.retrieve_hidden_states(tokens)
+    assert found is not None
+    address = found.data_ptr()
+    del found
+    again = store.retrieve_hidden_states(tokens)
+    assert again is not None
+    assert again.data_ptr() == address
+
+
+def test_what_cuts_no_chunks_is_refused() -> None:
+    with pytest.raises((TypeError, ConfigError), match=r"token database|chunk size"):
+        HiddenStateStore(HiddenCacheConfig(), object())
+
+
+def test_many_threads_never_see_a_wrong_row() -> None:
+    store = make_store(pool_bytes=40 * CHUNK * HIDDEN * 4)
+    kv = Kv()
+    store.bind_storage_manager(kv)
+    chunker = TokenChunker(CHUNK)
+    stop = time.monotonic() + STRESS_S
+    failures: list[str] = []
+    given = [0]
+
+    def work(seed: int) -> None:
+        rng = random.Random(seed)
+        while time.monotonic() < stop and not failures:
+            # Prefixes that share their beginnings.
+            tokens = [
+                token for _ in range(rng.randint(1, 9)) for token in [rng.randint(0, 1)] * CHUNK
+            ]
+            layer = rng.randint(0, 1)
+            what = rng.random()
+            if what < 0.4:
+                store.store_hidden_states(tokens, rows_for(tokens, layer), layer_idx=layer)
+            elif what < 0.85:
+                found = store.retrieve_hidden_states(tokens, layer_idx=layer)
+                if found is not None:
+                    given[0] += len(found)
+                    if not torch.equal(found, rows_for(tokens, layer)[: len(found)]):
+                        failures.append(f"a wrong row of {tokens}, layer {layer}")
+            elif what < 0.95:
+                key = chunker.chunks(tokens)[-1].key
+                kv.gone.add(key)
+                store.coverage(tokens, (layer,))
+                kv.gone.discard(key)
+            else:
+                store.drop_key(chunker.chunks(tokens)[-1].key)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(STRESS_S + PATIENCE_S)
+        assert not thread.is_alive()
+    assert failures == []
+    assert given[0] > 0
+    for key in [chunk.key for chunk in chunker.chunks([0] * 40)]:
+        store.drop_key(key)
+    store.reset()
+    assert store.stats().used_bytes == 0
