@@ -6,8 +6,10 @@ import contextlib
 import logging
 import os
 import threading
+from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any, Protocol
 
@@ -150,6 +152,8 @@ class HiddenStateStore:
         self._index = ChunkIndex()
         # Not in the index any more, but their slots are still in use.
         self._doomed: list[Entry] = []
+        # What views held that are gone.
+        self._dead_views: deque[list[Entry]] = deque()
         self._counts = _Counts()
         self._told_of_partial_store = False
         self._closed = False
@@ -463,6 +467,7 @@ class HiddenStateStore:
         layer_idx: int = 0,
         dtype: torch.dtype | None = torch.float32,
         device: torch.device | str = "cpu",
+        copy: bool = True,
     ) -> torch.Tensor | None:
         """The longest stored prefix of one layer, `[n, hidden]`.
 
@@ -471,11 +476,15 @@ class HiddenStateStore:
             layer_idx: the layer, as named when stored.
             dtype: of the result; None for the rows' own (float32 for scaled float8).
             device: where the result goes.
+            copy: False for the rows where the pool has them, as long as they lie side by side there
+                and need no cast: a view that takes the same time at any length. It must not be
+                written to, and its chunks stay in the pool until it and all views of it are gone.
+                Otherwise a copy as ever.
 
         Returns:
             The rows, or None when not even the first chunk is there.
         """
-        found = self.retrieve_layers(token_ids, (layer_idx,), dtype=dtype, device=device)
+        found = self.retrieve_layers(token_ids, (layer_idx,), dtype=dtype, device=device, copy=copy)
         return None if found is None else found[layer_idx]
 
     def retrieve_layers(
@@ -485,6 +494,7 @@ class HiddenStateStore:
         *,
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
+        copy: bool = True,
     ) -> dict[int, torch.Tensor] | None:
         """The longest stored prefix that has all asked layers, as `{layer: [n, hidden]}`.
 
@@ -493,6 +503,7 @@ class HiddenStateStore:
             layer_idxs: layers, each as named when stored.
             dtype: of the result; None for the rows' own (float32 for scaled float8).
             device: where the results go.
+            copy: False for views of the pool where they can be had: see `retrieve_hidden_states`.
 
         Returns:
             Tensors of `n` rows each, or None when not even the first chunk is there.
@@ -515,6 +526,9 @@ class HiddenStateStore:
                 rows = [entry.layers[layer] for entry in entries]
                 first = rows[0].format
                 wanted = first.copied_as(dtype)
+                if not copy and target.type == "cpu" and _side_by_side(rows, wanted):
+                    found[layer] = self._view(entries, rows[0], length)
+                    continue
                 shape = (length, first.hidden)
                 if target.type == "cpu":
                     out = self._results.empty(shape, wanted)
@@ -530,6 +544,25 @@ class HiddenStateStore:
             return {layer: out.to(dtype or out.dtype) for layer, out in found.items()}
         finally:
             self._release(entries)
+
+    def _view(self, entries: Sequence[Entry], first: LayerRows, length: int) -> torch.Tensor:
+        """Rows where they lie, whose entries are held until the tensor dies."""
+        with self._guard():
+            for entry in entries:
+                entry.pins += 1
+        held = list(entries)
+        try:
+            return self._results.view(
+                self._storage.pool(first.format),
+                first.slot,
+                (length, first.format.hidden),
+                first.format.dtype,
+                # It may die anywhere, also under our lock: whoever holds that next sees to it.
+                partial(self._dead_views.append, held),
+            )
+        except BaseException:
+            self._release(held)
+            raise
 
     def _read_rows(self, rows: Sequence[LayerRows], out: torch.Tensor) -> Iterator[_native.Ticket]:
         """Starts to copy whole chunks of one layer into `[n, hidden]`."""
@@ -623,6 +656,7 @@ class HiddenStateStore:
     def stats(self) -> StoreStats:
         """A snapshot."""
         with self._guard():
+            self._forget_ended()
             storage = self._storage
             arena = storage.arena.stats()
             pools = [(pool, pool.stats()) for pool in storage.pools.values()]
@@ -797,7 +831,7 @@ class HiddenStateStore:
             for entry in entries:
                 _unpin(entry)
             if self._doomed:
-                self._free_doomed()
+                self._forget_ended()
 
     def _release_lease(self, entries: Sequence[Entry], rows: RowFormat, slots: list[int]) -> None:
         self._release(entries)
@@ -813,6 +847,9 @@ class HiddenStateStore:
 
     def _forget_ended(self) -> None:
         self._storage.forget_ended()
+        while self._dead_views:
+            for entry in self._dead_views.popleft():
+                _unpin(entry)
         self._free_doomed()
 
 
@@ -842,6 +879,19 @@ def _stream_of(tensor: torch.Tensor) -> int:
     if tensor.device.type != "cuda":
         return 0
     return torch.cuda.current_stream(tensor.device).cuda_stream
+
+
+def _side_by_side(rows: Sequence[LayerRows], wanted: torch.dtype) -> bool:
+    """Whether rows are one piece of memory, in the dtype that is wanted."""
+    first = rows[0]
+    return (
+        wanted == first.format.dtype
+        and not first.format.scaled
+        and all(
+            chunk.slot == first.slot + place and chunk.format == first.format
+            for place, chunk in enumerate(rows)
+        )
+    )
 
 
 def _continues(

@@ -228,6 +228,49 @@ def test_results_come_out_of_recycled_memory() -> None:
     assert again.data_ptr() == address
 
 
+def test_a_view_costs_no_copy_and_keeps_its_chunks_until_it_dies() -> None:
+    store = make_store(pool_bytes=5 * CHUNK * HIDDEN * 4)
+    tokens = list(range(16))
+    store.store_hidden_states(tokens, rows_for(tokens))
+    view = store.retrieve_hidden_states(tokens, copy=False)
+    same = store.retrieve_hidden_states(tokens, copy=False)
+    assert view is not None
+    assert same is not None
+    assert view.data_ptr() == same.data_ptr()
+    assert torch.equal(view, rows_for(tokens))
+    del same
+    part = view[4:6]
+    del view
+    other = list(range(100, 120))
+    assert store.store_hidden_states(other, rows_for(other)) == 1
+    store.drop_key(TokenChunker(CHUNK).chunks(tokens)[1].key)
+    store.reset()
+    assert torch.equal(part, rows_for(tokens)[4:6])
+    assert store.stats().used_bytes == 4 * store.stats().slot_bytes
+    del part
+    assert store.stats().used_bytes == 0
+    assert store.store_hidden_states(other, rows_for(other)) == 5
+
+
+def test_what_cannot_be_viewed_is_copied() -> None:
+    store = make_store()
+    tokens = list(range(12))
+    rows = rows_for(tokens, dtype=torch.bfloat16)
+    store.store_hidden_states(tokens[:4], rows[:4])
+    store.store_hidden_states(list(range(50, 54)), rows_for(list(range(50, 54))).bfloat16())
+    store.store_hidden_states(tokens, rows)
+    apart = store.retrieve_hidden_states(tokens, dtype=None, copy=False)
+    cast = store.retrieve_hidden_states(tokens[:4], copy=False)
+    assert apart is not None
+    assert cast is not None
+    assert torch.equal(apart, rows)
+    assert torch.equal(cast, rows[:4].float())
+    held = store.stats()
+    store.reset()
+    assert held.used_bytes == 4 * held.slot_bytes
+    assert store.stats().used_bytes == 0
+
+
 def test_what_cuts_no_chunks_is_refused() -> None:
     with pytest.raises((TypeError, ConfigError), match=r"token database|chunk size"):
         HiddenStateStore(HiddenCacheConfig(), object())
