@@ -50,6 +50,10 @@ Seconds = Annotated[
     float | None,
     typer.Option("--seconds", min=0.0, metavar="S", help="Time to measure each group for."),
 ]
+Peers = Annotated[
+    bool,
+    typer.Option("--peers", help="Beside other projects' code too, where a scenario has some."),
+]
 
 
 def make_app() -> typer.Typer:
@@ -76,9 +80,13 @@ def make_app() -> typer.Typer:
 
 def _scenario_command(name: str) -> Callable[..., None]:
     def command(
-        quick: Quick = False, json: Json = None, only: Only = None, seconds: Seconds = None
+        quick: Quick = False,
+        json: Json = None,
+        only: Only = None,
+        seconds: Seconds = None,
+        peers: Peers = False,
     ) -> None:
-        _run(name, Options(quick, seconds, only), json)
+        _run(name, Options(quick, seconds, only, peers), json)
 
     return command
 

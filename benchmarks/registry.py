@@ -14,6 +14,7 @@ from benchmarks.core.bench import Bench
 SCENARIOS = {
     "ops": "benchmarks.ops",
     "pool": "benchmarks.pool",
+    "store": "benchmarks.store",
     "import": "benchmarks.import_time",
     "gpu": "benchmarks.gpu",
 }

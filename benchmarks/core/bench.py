@@ -32,12 +32,13 @@ class Options:
     """What the command line asks of every scenario.
 
     `quick` is a smoke run of a few seconds. `seconds` overrides the time a group is measured.
-    `only` keeps the groups whose name contains it.
+    `only` keeps the groups whose name contains it. `peers` asks for other projects' code, too.
     """
 
     quick: bool = False
     seconds: float | None = None
     only: str | None = None
+    peers: bool = False
 
 
 class Bench:
@@ -46,6 +47,7 @@ class Bench:
     def __init__(self, options: Options, progress: Progress) -> None:
         budget = QUICK if options.quick else FULL
         self.quick = options.quick
+        self.peers = options.peers
         self.budget = (
             budget if options.seconds is None else replace(budget, seconds=options.seconds)
         )

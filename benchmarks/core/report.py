@@ -130,6 +130,11 @@ def _print_summary(cases: tuple[Case, ...], console: Console) -> None:
 
 
 def _print_warnings(results: Results, console: Console) -> None:
+    for name in ("counted", "left_out"):
+        value = results.parameters.get(name)
+        for text in value if isinstance(value, list) else [value]:
+            if text is not None:
+                console.print(f"{name.replace('_', ' ')}: {escape(str(text))}", soft_wrap=True)
     if results.parameters.get("quick"):
         console.print("[yellow]warning:[/] a --quick run shows that it runs; it gives no figures")
     others, cores = results.other_cores, results.machine.cores

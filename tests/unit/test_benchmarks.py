@@ -389,6 +389,8 @@ from benchmarks.core.measure import Contender
 
 def run(bench):
     bench.parameters["answer"] = 42
+    bench.parameters["counted"] = ["7 [bytes]", "8 tokens"]
+    bench.parameters["left_out"] = None if bench.peers else "theirs: no --peers"
     for name, seconds in bench.groups({"first": 1.0, "second": 2.0}):
         bench.measure(name, [
             Contender("ours", lambda: seconds, bytes=10, floor="floor", target_ratio=0.4),
@@ -434,6 +436,32 @@ def test_a_scenario_is_listed_and_run_and_its_results_kept(
         ("second", "ours", 0.5),
         ("second", "floor", None),
     ]
+
+
+def test_peers_are_asked_for_and_what_is_counted_or_left_out_is_printed(
+    main: Main, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main("synthetic", "--quick") == 0
+    printed = capsys.readouterr().out
+    assert "counted: 7 [bytes]\ncounted: 8 tokens\nleft out: theirs: no --peers\n" in printed
+    assert main("synthetic", "--quick", "--peers") == 0
+    assert "left out" not in capsys.readouterr().out
+
+
+def test_a_peer_that_is_not_there_is_left_out_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("hidden_cache._native")
+    from benchmarks import store
+
+    monkeypatch.setitem(sys.modules, "lmcache.v1.hidden_state_store", None)
+    monkeypatch.setattr("importlib.metadata.version", lambda _name: "0")
+    left_out: list[str] = []
+    assert store._peer(True, left_out) is None
+    assert store._peer(False, left_out) is None
+    missing, unasked = left_out
+    assert "LMCache: it cannot be used here (ModuleNotFoundError" in missing
+    assert "--peers" in unasked
 
 
 def test_help_of_a_scenario_is_its_docstring(
