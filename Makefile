@@ -42,8 +42,8 @@ sanitize: .venv/.ready ## the C++ tests under AddressSanitizer with UBSan, and u
 	@tools/ctest.sh address,undefined
 	@tools/ctest.sh thread
 
-fuzz: .venv/.ready ## libFuzzer on the copy plan, for HSCACHE_FUZZ_SECONDS (20)
-	@tools/fuzz.sh $${HSCACHE_FUZZ_SECONDS:-20}
+fuzz: .venv/.ready ## libFuzzer on the copy plan, the same inputs each time; HSCACHE_FUZZ_SECONDS for others
+	@tools/fuzz.sh $${HSCACHE_FUZZ_SECONDS:-same}
 
 soak: sanitize ## what runs long, about half an hour: HSCACHE_SEEDS hostile seeds, then the fuzzer; docs/soak.md
 	@tools/soak.sh

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Runs libFuzzer on the copy plan for SECONDS, from the committed corpus and from what earlier runs found
-# in build/fuzz. It takes a clang with its runtime (CLANGXX names one; on Debian, as root, it is
+# Runs libFuzzer on the copy plan: for SECONDS, from the committed corpus and from what earlier runs found
+# in build/fuzz; or with "same" on as many inputs as take a moment, the same in every run, so that a
+# failure is a change's and not luck's. It takes a clang with its runtime (CLANGXX names one; on Debian, as root, it is
 # installed). Without one it says so and succeeds: the C++ tests run the same target on the corpus and on
 # drawn inputs.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-seconds=${1:?seconds}
+share=${1:?seconds or same}
 folder=build/fuzz
 corpus=csrc/tests/corpus/copy_plan
 flags=(-std=c++20 -O1 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all)
@@ -34,10 +35,18 @@ if [ -z "$clang" ]; then
   exit 0
 fi
 "$clang" "${flags[@]}" -Icsrc csrc/tests/fuzz_copy_plan.cpp csrc/core/copy_plan.cpp -o "$folder/copy_plan"
-echo "-- fuzzing the copy plan for $seconds s"
+if [ "$share" = same ]; then
+  echo "-- fuzzing the copy plan with 200,000 inputs"
+  limits=(-seed=20261130 -runs=200000 -reload=0 "$folder/none")
+  rm -rf "$folder/none"
+  mkdir "$folder/none"
+else
+  echo "-- fuzzing the copy plan for $share s"
+  limits=(-max_total_time="$share" "$folder/corpus")
+fi
 log=$folder/copy_plan.log
-if ! "$folder/copy_plan" -max_total_time="$seconds" -timeout=10 -max_len=256 -artifact_prefix="$folder/" \
-  "$folder/corpus" "$corpus" >"$log" 2>&1; then
+if ! "$folder/copy_plan" -timeout=60 -max_len=256 -artifact_prefix="$folder/" "${limits[@]}" "$corpus" \
+  >"$log" 2>&1; then
   tail -n 60 "$log" >&2
   echo "the input that failed lies in $folder; add it to $corpus once the fault is mended" >&2
   exit 1

@@ -110,7 +110,8 @@ struct Extent {
   Wide high = 0;
 
   void add(Wide size, std::int64_t stride) {
-    const Wide reach = (size - 1) * stride;
+    // No more than what is far too much, or the sum would overflow.
+    const Wide reach = std::clamp<Wide>((size - 1) * stride, -kMost, kMost);
     (reach < 0 ? low : high) += reach;
   }
   bool fits() const { return high - low <= kMost / 4; }
