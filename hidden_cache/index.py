@@ -25,16 +25,11 @@ class Entry:
     record: int = 0  # number of its record in the eviction heap, 0 without one
 
     @property
-    def filling(self) -> bool:
-        """Whether a transfer still writes into its slots."""
-        return any(
-            rows.ticket is not None and not rows.ticket.ended for rows in self.layers.values()
-        )
-
-    @property
     def busy(self) -> bool:
         """Whether its slots must stay: somebody holds it, or a transfer still writes into them."""
-        return self.pins > 0 or self.filling
+        return self.pins > 0 or any(
+            rows.ticket is not None and not rows.ticket.ended for rows in self.layers.values()
+        )
 
 
 class ChunkIndex:

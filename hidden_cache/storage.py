@@ -6,6 +6,7 @@ import logging
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -106,16 +107,11 @@ class Storage:
             ValueError: a device that rows cannot be moved from or to.
         """
         if device not in self.engines:
-            why = _native.why_no_cuda() if device.type == "cuda" else ""
-            if why:
-                raise ValueError(f"rows are on {device}, where none can be taken from: {why}")
-            engine = _native.TransferEngine(
+            engine = self._make_engine(
+                device,
                 max_pending=self._config.max_pending,
                 staging_bytes=self._config.staging_bytes,
-                cuda_device=device.index if device.type == "cuda" else None,
             )
-            # Before what the transfers touch goes away, at the end of the store or of the process.
-            weakref.finalize(self, engine.close)
             if not self.engines:
                 self._place_pages(device)
             self.engines[device] = engine
@@ -130,15 +126,17 @@ class Storage:
             ValueError: a device that rows cannot be moved to.
         """
         if device not in self._readers:
-            why = _native.why_no_cuda() if device.type == "cuda" else ""
-            if why:
-                raise ValueError(f"rows are wanted on {device}, where none can go: {why}")
-            engine = _native.TransferEngine(
-                cuda_device=device.index if device.type == "cuda" else None
-            )
-            weakref.finalize(self, engine.close)
-            self._readers[device] = engine
+            self._readers[device] = self._make_engine(device)
         return self._readers[device]
+
+    def _make_engine(self, device: torch.device, **options: Any) -> _native.TransferEngine:
+        on_gpu = device.type == "cuda"
+        if on_gpu and (why := _native.why_no_cuda()):
+            raise ValueError(f"rows cannot be moved from or to {device}: {why}")
+        engine = _native.TransferEngine(cuda_device=device.index if on_gpu else None, **options)
+        # Before what the transfers touch goes away, at the end of the store or of the process.
+        weakref.finalize(self, engine.close)
+        return engine
 
     def kinds(self) -> tuple[set[int], set[torch.device]]:
         """Which pools and engines there are, for `back_to`."""

@@ -519,9 +519,9 @@ class HiddenStateStore:
         entries, length = self._pin_prefix(self._to_chunks(chunks_or_token_ids), layer_idxs, dtype)
         if not entries:
             return None
+        tickets: list[_native.Ticket] = []
         try:
             found = {}
-            tickets: list[_native.Ticket] = []
             for layer in layer_idxs:
                 rows = [entry.layers[layer] for entry in entries]
                 first = rows[0].format
@@ -543,6 +543,9 @@ class HiddenStateStore:
                     raise TransferError(ticket.error)
             return {layer: out.to(dtype or out.dtype) for layer, out in found.items()}
         finally:
+            # Also where this ends early: a copy on its way needs the memory on both sides.
+            for ticket in tickets:
+                ticket.wait()
             self._release(entries)
 
     def _view(self, entries: Sequence[Entry], first: LayerRows, length: int) -> torch.Tensor:

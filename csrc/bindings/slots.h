@@ -36,10 +36,6 @@ inline SlotLayout slot_layout(const SlotPool& pool, std::int64_t row_bytes, Elem
   layout.rows.token_stride = row_bytes;
   layout.scales_offset =
       (layout.rows.block_size * row_bytes + kScaleBytes - 1) / kScaleBytes * kScaleBytes;
-  // Where rounding up takes the last scale out of the slot, a row fewer fits.
-  if (layout.scales_offset + layout.rows.block_size * kScaleBytes > pool.slot_bytes()) {
-    --layout.rows.block_size;
-  }
   return layout;
 }
 

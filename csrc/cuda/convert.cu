@@ -61,8 +61,8 @@ struct alignas(sizeof(Type) == 1 ? 8 : 16) Vector {
   Type elements[kVector];
 };
 
-// Calls `visit(i, element)` for this thread's share of a row, vector by vector where addresses
-// allow; stores what it returns.
+// Stores what `change(element)` makes of this thread's share of a row, vector by vector where
+// addresses allow.
 template <class From, class To, class Change>
 __device__ __forceinline__ void change_row(const From* __restrict__ from, To* __restrict__ to,
                                            std::int64_t count, bool vectors, Change change) {
