@@ -247,6 +247,88 @@ class SlotPool:
 
     def stats(self) -> SlotPoolStats: ...
 
+class ChunkTree:
+    """Chunks by number, as a forest of prefixes: what is there, and what goes next.
+
+    Leaves go first, before them chunks whose predecessor is gone, among equals the least recently
+    used one; not those that are pinned or written to. -1 is no chunk. A number may also stand for
+    a key whose chunk is absent while others hang on it. Not thread-safe.
+    """
+
+    def __init__(self) -> None: ...
+    def __len__(self) -> int:
+        """Chunks that are present."""
+
+    def add_format(self, pool: SlotPool) -> int:
+        """The number of a new format, whose rows are in slots of `pool`."""
+
+    def add_absent(self) -> int:
+        """A number for a key whose chunk is absent."""
+
+    def add(self, id: int, parent: int) -> int:
+        """Makes an absent chunk present, or a new one for -1; `parent` may be absent, or -1.
+
+        Raises:
+            ValueError: it is present. IndexError: no such number.
+        """
+
+    def present(self, id: int) -> bool: ...
+    def remove(self, id: int) -> None:
+        """Drops a present chunk; its slots go once it is neither pinned nor written to."""
+
+    def remove_all(self) -> None: ...
+    def take_changes(self) -> list[tuple[int, int]]:
+        """Since the last call: what was the first's key is the second's now, -1: nobody's."""
+
+    def fill(
+        self,
+        id: int,
+        format: int,
+        layers: Sequence[tuple[int, int]],
+        tickets: Sequence[Ticket],
+    ) -> None:
+        """Gives a present chunk layers as (layer, slot), whole once all of `tickets` are done."""
+
+    def missing(self, id: int, layers: Sequence[int]) -> list[int]:
+        """Of `layers` those that are neither there nor on their way; all where it is absent."""
+
+    def holds(self, id: int, layer: int) -> bool:
+        """Whether a layer is there, whole."""
+
+    def pin_prefix(self, ids: Sequence[int], layers: Sequence[int]) -> int:
+        """Pins the chunks from the front that have all layers, whole: how many."""
+
+    def pin(self, id: int) -> None:
+        """Marks a chunk as just used, and holds it, also when it is dropped."""
+
+    def unpin(self, ids: Sequence[int]) -> None:
+        """Takes back one pin of each. Raises ValueError where there is none."""
+
+    def runs(self, ids: Sequence[int], layer: int) -> list[tuple[int, list[int]]]:
+        """Slots of a layer in order, as (format, slots): an item for each change of format.
+
+        Raises:
+            IndexError: a chunk that lacks the layer.
+        """
+
+    def tickets(self, ids: Sequence[int], layers: Sequence[int]) -> list[Ticket]:
+        """The transfers that still bring some of the layers, or failed to; each once."""
+
+    def settle(self) -> None:
+        """Takes note of transfers that have ended; all else sees what was true then."""
+
+    def allocate(self, format: int, count: int) -> list[int] | None:
+        """Slots, all or none, evicting as many chunks as that takes; neighbours where there are."""
+
+    def evict(self) -> int:
+        """Drops the chunk that goes next; -1 where all are busy."""
+
+    def retire(self, format: int, slots: Sequence[int], tickets: Sequence[Ticket]) -> None:
+        """Gives back slots that are no chunk's, once none of `tickets` writes to them."""
+
+    @property
+    def num_evicted(self) -> int: ...
+
 class ResultBuffer:
     """Memory out of a `ResultPool`, for one result: `torch.frombuffer(buffer, dtype=...)`.
 

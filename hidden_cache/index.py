@@ -1,139 +1,173 @@
-"""`ChunkIndex`: which chunks the pool holds, how they hang together, and which goes next."""
+"""`ChunkIndex`: which chunks the pool holds, by key."""
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, field
+from array import array
+from collections.abc import Hashable, Iterable, Sequence
 
-from hidden_cache.storage import LayerRows
+from hidden_cache import _native
+from hidden_cache.formats import RowFormat
 
-
-@dataclass(slots=True, eq=False)
-class Entry:
-    """A chunk in the pool. `parent_key` is its predecessor's key, None for the first of a prefix.
-
-    Touched only under the store's lock.
-    """
-
-    key: Hashable
-    parent_key: Hashable | None
-    layers: dict[int, LayerRows] = field(default_factory=dict)
-    pins: int = 0
-    last_used: int = 0
-    reachable: bool = True  # no predecessor is missing
-    record: int = 0  # number of its record in the eviction heap, 0 without one
-
-    @property
-    def busy(self) -> bool:
-        """Whether its slots must stay: somebody holds it, or a transfer still writes into them."""
-        return self.pins > 0 or any(
-            rows.ticket is not None and not rows.ticket.ended for rows in self.layers.values()
-        )
+NONE = -1  # the number of no chunk
+# Evicted keys that are remembered, as 8 bytes each: enough to tell most misses apart.
+_REMEMBERED = 1 << 16
 
 
 class ChunkIndex:
-    """Keys to entries, and leaf-first eviction.
+    """Keys over a `_native.ChunkTree`, which knows chunks by number: see there for what is evicted.
 
-    A chunk without its predecessors cannot be returned, so leaves go before what they hang on,
-    and a chunk whose predecessor is gone goes before everything else. Among equals the least
-    recently used goes first. Busy chunks stay. Not thread-safe: the store's lock guards it.
+    A chunk's number is its own as long as somebody pins it; otherwise until the next change. Not
+    thread-safe: the store's lock guards it.
     """
 
     def __init__(self) -> None:
-        self._entries: dict[Hashable, Entry] = {}
-        self._children: dict[Hashable, set[Entry]] = {}
-        self._clock = 0
-        # Candidates as (reachable, last used, record number, entry). A record whose number is not
-        # its entry's is void. The others may lag behind what was touched since, and are put right
-        # when they come up, so that touching costs nothing here.
-        self._heap: list[tuple[bool, int, int, Entry]] = []
-        self._records = 0
+        self._tree = _native.ChunkTree()
+        self._ids: dict[
+            Hashable, int
+        ] = {}  # also of keys that are absent, but others' predecessors
+        self._keys: list[Hashable | None] = []  # by number
+        self._formats: dict[RowFormat, int] = {}
+        self._rows: list[RowFormat] = []  # by format
+        # By the last bits of their hash; the latest of those that share a place.
+        self._evicted = array("q", bytes(8 * _REMEMBERED))
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._tree)
 
-    def __iter__(self) -> Iterator[Entry]:
-        return iter(self._entries.values())
+    # --- keys -----------------------------------------------------------------------------
 
-    def get(self, key: Hashable) -> Entry | None:
-        return self._entries.get(key)
+    def find(self, keys: Iterable[Hashable | None]) -> list[int]:
+        """Numbers of keys that may be present, NONE for those that cannot be; None is no key."""
+        get = self._ids.get
+        return [get(key, NONE) for key in keys]
 
-    def add(self, key: Hashable, parent_key: Hashable | None) -> Entry:
-        """A new entry for a key that is not present."""
-        entry = Entry(key, parent_key)
-        self._entries[key] = entry
+    def present(self, number: int) -> bool:
+        return self._tree.present(number)
+
+    def add(self, key: Hashable, parent_key: Hashable | None) -> int:
+        """Makes a key present, which it was not; its predecessor need not be there."""
+        parent = NONE
         if parent_key is not None:
-            self._children.setdefault(parent_key, set()).add(entry)
-            parent = self._entries.get(parent_key)
-            entry.reachable = parent is not None and parent.reachable
-        if entry.reachable:
-            for found in self._descendants(key):
-                found.reachable = True
-        self.touch(entry)
-        self._file(entry)
-        return entry
+            parent = self._ids.get(parent_key, NONE)
+            if parent == NONE:
+                parent = self._tree.add_absent()
+                self._name(parent_key, parent)
+        number = self._tree.add(self._ids.get(key, NONE), parent)
+        self._name(key, number)
+        return number
 
-    def touch(self, entry: Entry) -> None:
-        """Marks an entry as just used."""
-        self._clock += 1
-        entry.last_used = self._clock
+    def remove(self, number: int) -> None:
+        """Drops a chunk; its slots are free when nobody pins it and nothing is written to them."""
+        self._tree.remove(number)
+        self._follow()
 
-    def remove(self, entry: Entry) -> None:
-        """Forgets an entry. What hangs on it becomes unreachable, until its key is added again."""
-        del self._entries[entry.key]
-        entry.record = 0
-        if entry.parent_key is not None:
-            siblings = self._children[entry.parent_key]
-            siblings.discard(entry)
-            if not siblings:
-                del self._children[entry.parent_key]
-                parent = self._entries.get(entry.parent_key)
-                if parent is not None and parent.record == 0:
-                    self._file(parent)
-        if entry.reachable:
-            for orphan in self._descendants(entry.key):
-                orphan.reachable = False
-                orphan.record = 0  # filed too late now
-                if orphan.key not in self._children:
-                    self._file(orphan)
+    def clear(self) -> None:
+        """Drops all chunks."""
+        self._tree.remove_all()
+        self._follow()
 
-    def pop_victim(self) -> Entry | None:
-        """Removes and returns the entry that goes next, or None when all are busy."""
-        held: list[Entry] = []
-        victim = None
-        while self._heap:
-            reachable, last_used, record, entry = heapq.heappop(self._heap)
-            if record != entry.record:
+    def was_evicted(self, key: Hashable) -> bool:
+        """Whether a key was there and had to make room; of the latest 65,536 at most."""
+        return self._evicted[hash(key) % _REMEMBERED] == hash(key)
+
+    # --- layers ---------------------------------------------------------------------------
+
+    def format(self, rows: RowFormat, pool: _native.SlotPool) -> int:
+        """The number of a format whose rows are kept in slots of `pool`."""
+        if rows not in self._formats:
+            self._formats[rows] = self._tree.add_format(pool)
+            self._rows.append(rows)
+        return self._formats[rows]
+
+    def rows_of(self, form: int) -> RowFormat:
+        return self._rows[form]
+
+    def fill(
+        self,
+        number: int,
+        form: int,
+        slots: Sequence[tuple[int, int]],
+        tickets: Sequence[_native.Ticket],
+    ) -> None:
+        """Gives a chunk layers that it lacks, as (layer, slot): whole once all tickets are done."""
+        self._tree.fill(number, form, slots, tickets)
+
+    def missing(self, number: int, layers: Sequence[int]) -> list[int]:
+        """Of `layers` those that a chunk lacks; all where it is absent."""
+        return self._tree.missing(number, layers)
+
+    def holds(self, number: int, layer: int) -> bool:
+        """Whether a layer is there, whole."""
+        return self._tree.holds(number, layer)
+
+    def runs(self, numbers: Sequence[int], layer: int) -> list[tuple[RowFormat, list[int]]]:
+        """The slots of a layer, in order: a list for each change of format."""
+        return [(self._rows[form], slots) for form, slots in self._tree.runs(numbers, layer)]
+
+    def tickets(self, numbers: Sequence[int], layers: Sequence[int]) -> list[_native.Ticket]:
+        """The transfers that still bring some of the layers, or failed to."""
+        return self._tree.tickets(numbers, layers)
+
+    def settle(self) -> None:
+        """Takes note of transfers that have ended: their chunks are whole, or gone."""
+        self._tree.settle()
+        self._follow()
+
+    # --- use ------------------------------------------------------------------------------
+
+    def pin(self, number: int) -> None:
+        """Marks a chunk as just used, and keeps it until `unpin`, also when it is dropped."""
+        self._tree.pin(number)
+
+    def pin_prefix(self, numbers: Sequence[int], layers: Sequence[int]) -> int:
+        """Pins the chunks from the front that have all layers whole; returns how many."""
+        return self._tree.pin_prefix(numbers, layers)
+
+    def unpin(self, numbers: Sequence[int]) -> None:
+        self._tree.unpin(numbers)
+
+    # --- slots ----------------------------------------------------------------------------
+
+    def allocate(self, form: int, count: int) -> list[int] | None:
+        """Slots, all or none, evicting as many chunks as that takes."""
+        slots = self._tree.allocate(form, count)
+        self._follow(evicted=True)
+        return slots
+
+    def evict(self) -> Hashable | None:
+        """Drops the chunk that goes next and returns its key; None where all are busy."""
+        number = self._tree.evict()
+        key = None if number == NONE else self._keys[number]
+        self._follow(evicted=True)
+        return key
+
+    def retire(
+        self, form: int, slots: Sequence[int], tickets: Sequence[_native.Ticket] = ()
+    ) -> None:
+        """Gives back slots that are no chunk's, once no transfer writes to them any more."""
+        self._tree.retire(form, slots, tickets)
+        self._follow()
+
+    @property
+    def num_evicted(self) -> int:
+        return self._tree.num_evicted
+
+    # --- inside ---------------------------------------------------------------------------
+
+    def _name(self, key: Hashable, number: int) -> None:
+        self._ids[key] = number
+        if number == len(self._keys):
+            self._keys.append(key)
+        else:
+            self._keys[number] = key
+
+    def _follow(self, *, evicted: bool = False) -> None:
+        """Keeps step with the tree, whose numbers have changed."""
+        for old, new in self._tree.take_changes():
+            key, self._keys[old] = self._keys[old], None
+            if new != NONE:
+                self._name(key, new)
                 continue
-            entry.record = 0
-            if entry.key in self._children:
-                continue  # not a leaf now: filed again when its last child goes
-            if entry.busy:
-                held.append(entry)
-            elif (reachable, last_used) != (entry.reachable, entry.last_used):
-                self._file(entry)
-            else:
-                victim = entry
-                break
-        for entry in held:
-            self._file(entry)
-        if victim is not None:
-            self.remove(victim)
-        return victim
-
-    def _file(self, entry: Entry) -> None:
-        """Puts an entry among the candidates, and void records away when they are too many."""
-        self._records += 1
-        entry.record = self._records
-        heapq.heappush(self._heap, (entry.reachable, entry.last_used, entry.record, entry))
-        if len(self._heap) > 2 * len(self._entries) + 64:
-            self._heap = [record for record in self._heap if record[2] == record[3].record]
-            heapq.heapify(self._heap)
-
-    def _descendants(self, key: Hashable) -> Iterator[Entry]:
-        pending = list(self._children.get(key, ()))
-        while pending:
-            entry = pending.pop()
-            yield entry
-            pending.extend(self._children.get(entry.key, ()))
+            del self._ids[key]
+            if evicted:
+                self._evicted[hash(key) % _REMEMBERED] = hash(key)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -10,10 +12,25 @@ import torch
 from hidden_cache import _native
 from hidden_cache.errors import HiddenCacheError, TransferError
 from hidden_cache.formats import RowFormat
-from hidden_cache.index import Entry
+from hidden_cache.index import NONE
 
 if TYPE_CHECKING:
     from hidden_cache.store import HiddenStateStore
+
+
+@dataclass(slots=True)
+class HeldChunk:
+    """A chunk of a request as its holder has it.
+
+    Attributes:
+        number: of the chunk in the index, pinned; NONE where it has none.
+        slots: by layer, those that are no chunk's in the index; the other layers are.
+        form: what is in `slots`.
+    """
+
+    number: int = NONE
+    form: int = NONE
+    slots: dict[int, int] = field(default_factory=dict)
 
 
 class Lease:
@@ -23,45 +40,42 @@ class Lease:
     `release` must not run beside a `read`.
 
     Attributes:
-        num_tokens: rows `0..num_tokens` of the request.
+        num_tokens: how many rows.
         layer_idxs: the layers, in the order in which `read` gives them.
-        tokens_from_pool: tokens that were not gathered, because their chunk was there already.
+        tokens_from_pool: tokens that were not copied, because their chunk was there already.
+        tickets: the transfers that were not done when the lease was made, of what was brought.
         new_chunks: chunks that were brought, or some layer of them.
         dtype, hidden: what a row is, as it was given; the pool may keep it as something else.
-        ticket: the transfer of what was not there; None when all was.
     """
 
     def __init__(
         self,
         store: HiddenStateStore,
+        chunks: Sequence[HeldChunk],
         *,
         num_tokens: int,
         layer_idxs: tuple[int, ...],
-        entries: list[Entry],
-        private: list[list[int]],
-        ticket: _native.Ticket | None,
+        tickets: list[_native.Ticket],
         tokens_from_pool: int,
         new_chunks: int,
-        rows: RowFormat,
+        hidden: int,
         dtype: torch.dtype,
     ) -> None:
         self._store = store
-        self._entries = entries
-        self._private = private  # slots by layer of each chunk without a key, behind the entries
-        self._rows = rows  # of the chunks that were brought
+        self._chunks = chunks
+        self.tickets = tickets
         self._released = False
-        self.ticket = ticket
         self.num_tokens = num_tokens
         self.layer_idxs = layer_idxs
         self.tokens_from_pool = tokens_from_pool
         self.new_chunks = new_chunks
         self.dtype = dtype
-        self.hidden = rows.hidden
+        self.hidden = hidden
 
     @property
     def source_free(self) -> bool:
-        """Whether the paged memory is not read any more: its blocks may be reused."""
-        return self.ticket is None or self.ticket.ended
+        """Whether the memory that the rows came from is not read any more, and may be reused."""
+        return all(ticket.ended for ticket in self.tickets)
 
     def wait(self) -> None:
         """Waits until all rows are in the pool. It ends: every transfer is done or fails.
@@ -71,22 +85,27 @@ class Lease:
             HiddenCacheError: released, or called in a forked child, where none would end.
         """
         with self._store._guard():
-            tickets = self._tickets()
+            tickets = self._pending()
         for ticket in tickets:
             ticket.wait()
             if ticket.error is not None:
                 raise TransferError(ticket.error)
 
-    def _tickets(self) -> list[_native.Ticket]:
+    def wait_own(self) -> None:
+        """As `wait`, for those rows only that were brought for this request."""
+        for ticket in self.tickets:
+            ticket.wait()
+            if ticket.error is not None:
+                raise TransferError(ticket.error)
+
+    def _pending(self) -> list[_native.Ticket]:
+        """The transfers that are to be waited for, others' included."""
         if self._released:
             raise HiddenCacheError("the lease was released: read before release()")
-        tickets = [] if self.ticket is None else [self.ticket]
-        for entry in self._entries:
-            for layer in self.layer_idxs:
-                ticket = entry.layers[layer].ticket
-                if ticket is not None and ticket not in tickets:
-                    tickets.append(ticket)
-        return tickets
+        numbers = [chunk.number for chunk in self._chunks if chunk.number != NONE]
+        index = self._store._index
+        index.settle()
+        return [*self.tickets, *index.tickets(numbers, self.layer_idxs)]
 
     def read(self, start: int, out: torch.Tensor) -> None:
         """Copies rows `[start, start + len(out))`, all layers, into a CPU tensor.
@@ -113,20 +132,15 @@ class Lease:
                 f"rows {start} to {start + len(out)} are asked for, the lease has {self.num_tokens}"
             )
         with self._store._guard():
-            tickets = self._tickets()
-        if not all(ticket.done for ticket in tickets):
-            raise TransferError("the rows are not in the pool: wait() for them before reading")
+            if not all(ticket.done for ticket in self._pending()):
+                raise TransferError("the rows are not in the pool: wait() for them before reading")
+            runs = [list(self._runs(layer)) for layer in self.layer_idxs]
         row_bytes = self.hidden * self.dtype.itemsize
         chunk_size = self._store.chunk_size
-        for place, layer in enumerate(self.layer_idxs):
-            chunks = [
-                (entry.layers[layer].format, entry.layers[layer].slot) for entry in self._entries
-            ]
-            chunks += [(self._rows, slots[place]) for slots in self._private]
+        for place, in_order in enumerate(runs):
             first = 0
             # Chunks that are kept in the same way are read in one go.
-            for rows, group in groupby(chunks, key=lambda chunk: chunk[0]):
-                slots = [slot for _, slot in group]
+            for rows, slots in in_order:
                 end = first + len(slots) * chunk_size
                 begin, stop = max(start, first), min(start + len(out), end)
                 if begin < stop:
@@ -143,16 +157,24 @@ class Lease:
                     )
                 first = end
 
-    def release(self) -> None:
-        """Gives up the hold; chunks with keys stay in the pool, the rest goes. Idempotent.
+    def _runs(self, layer: int) -> Iterator[tuple[RowFormat, list[int]]]:
+        """The slots of a layer, in order."""
+        index = self._store._index
+        for own, group in groupby(self._chunks, key=lambda chunk: layer in chunk.slots):
+            chunks = list(group)
+            if own:
+                yield index.rows_of(chunks[0].form), [chunk.slots[layer] for chunk in chunks]
+            else:
+                yield from index.runs([chunk.number for chunk in chunks], layer)
 
-        Waits for transfers into chunks that go.
-        """
+    def release(self) -> None:
+        """Gives up the hold; chunks with keys stay in the pool, the rest goes. Idempotent."""
         with self._store._guard():
             if self._released:
                 return
             self._released = True
-        if self._private and self.ticket is not None:
-            self.ticket.wait()
-        slots = [slot for chunk in self._private for slot in chunk]
-        self._store._release_lease(self._entries, self._rows, slots)
+            index = self._store._index
+            index.unpin([chunk.number for chunk in self._chunks if chunk.number != NONE])
+            for chunk in self._chunks:
+                if chunk.slots:
+                    index.retire(chunk.form, list(chunk.slots.values()), self.tickets)

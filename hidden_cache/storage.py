@@ -18,19 +18,6 @@ from hidden_cache.formats import RowFormat
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class LayerRows:
-    """One layer of one chunk: its slot, and the transfer that fills it until it is committed."""
-
-    slot: int
-    format: RowFormat
-    ticket: _native.Ticket | None
-
-    @property
-    def committed(self) -> bool:
-        return self.ticket is None or self.ticket.done
-
-
 @dataclass(frozen=True, slots=True)
 class Source:
     """Rows that somebody gives: a tensor `[num_blocks, layers, block_size, hidden]`.
@@ -59,6 +46,14 @@ def view_of(paged: torch.Tensor) -> _native.PagedView:
         paged.size(3) * item,
         (block, layer, token),
     )
+
+
+def current_stream(tensor: torch.Tensor, stream: int | None = None) -> int:
+    """Raw handle of the stream that a tensor is used on: the given one, or torch's current one; 0
+    for host memory."""
+    if stream is not None or tensor.device.type != "cuda":
+        return stream or 0
+    return int(torch.cuda.current_stream(tensor.device).cuda_stream)
 
 
 class Storage:
@@ -137,20 +132,6 @@ class Storage:
         # Before what the transfers touch goes away, at the end of the store or of the process.
         weakref.finalize(self, engine.close)
         return engine
-
-    def kinds(self) -> tuple[set[int], set[torch.device]]:
-        """Which pools and engines there are, for `back_to`."""
-        return set(self.pools), set(self.engines)
-
-    def back_to(self, kinds: tuple[set[int], set[torch.device]]) -> None:
-        """Forgets the pools and engines that were made since, which nothing may use yet."""
-        for device in set(self.engines) - kinds[1]:
-            self._registrations.pop(device, None)
-            self.engines.pop(device).close()
-        for slot_bytes in set(self.pools) - kinds[0]:
-            del self.pools[slot_bytes]
-        if not self.engines:
-            self._numa_refusal = ""
 
     def _place_pages(self, device: torch.device) -> None:
         """Has the arena's memory backed, near the device that the first rows come from."""

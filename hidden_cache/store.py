@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import threading
+import time
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import groupby
-from typing import Any, Protocol
+from itertools import takewhile
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -20,16 +19,17 @@ from hidden_cache.config import HiddenCacheConfig
 from hidden_cache.errors import (
     ConfigError,
     HiddenCacheError,
-    PoolFullError,
     QueueFullError,
     TransferError,
 )
 from hidden_cache.formats import RowFormat, format_for
-from hidden_cache.index import ChunkIndex, Entry
+from hidden_cache.index import NONE, ChunkIndex
 from hidden_cache.keys import DEFAULT_CHUNK_SIZE, Chunk, Chunker, TokenChunker, chunker_for
 from hidden_cache.lease import Lease
+from hidden_cache.metrics import Counts, StoreStats
 from hidden_cache.results import Results
-from hidden_cache.storage import LayerRows, Source, Storage
+from hidden_cache.storage import Source, Storage, current_stream
+from hidden_cache.writer import RequestWriter
 
 logger = logging.getLogger(__name__)
 
@@ -41,73 +41,32 @@ class StorageManager(Protocol):
         """Where the KV is; None where it is not."""
 
 
-@dataclass(frozen=True, slots=True)
-class StoreStats:
-    """A snapshot of a store. Slots hold one layer of one chunk each.
+class _Found(NamedTuple):
+    """A prefix that is there, pinned.
 
-    `num_slots`, `free_slots`, `slot_bytes`, `largest_free_run` and `fragmentation` (the share of
-    the free slots outside of the largest run of neighbours) are those of the slots that were used
-    first; rows of another size have slots of their own in the same memory. `used_bytes` is what all
-    slots in use take.
-
-    A refusal says why something was not had that was asked for, or not all of it; it is empty
-    where it was. `pinned_bytes` of the pool a GPU copies to without a detour, more while `pinning`.
-    `touched_bytes` were backed in the background, which goes on while `touching`. `huge_pages` is
-    what was had.
-
-    Tokens are counted for each layer that they were stored or asked for in. `tokens_found` are
-    those that retrieves gave; a retrieve that ends before its last chunk counts as
-    `misses_kv_gone` or as `misses_not_stored`. `partial_stores` found no room for all,
-    `dropped_stores` were of layers that are not wanted.
+    Attributes:
+        numbers: of its chunks in the index.
+        length: tokens.
+        runs: by layer: the slots, a list for each change of format.
     """
 
-    num_chunks: int
-    num_slots: int
-    free_slots: int
-    slot_bytes: int
-    pool_bytes: int
-    used_bytes: int
-    largest_free_run: int
-    fragmentation: float
-    tokens_gathered: int
-    tokens_deduplicated: int
-    tokens_found: int
-    misses_kv_gone: int
-    misses_not_stored: int
-    partial_stores: int
-    dropped_stores: int
-    evicted_chunks: int
-    pending_transfers: int
-    pinned_bytes: int
-    pinning: bool
-    pin_refusal: str
-    touched_bytes: int
-    touching: bool
-    touch_refusal: str
-    huge_pages: str
-    huge_pages_refusal: str
-    numa_node: int | None
-    numa_refusal: str
+    numbers: list[int]
+    length: int
+    runs: dict[int, list[tuple[RowFormat, list[int]]]]
 
-
-@dataclass(slots=True)
-class _Counts:
-    tokens_gathered: int = 0
-    tokens_deduplicated: int = 0
-    tokens_found: int = 0
-    misses_kv_gone: int = 0
-    misses_not_stored: int = 0
-    partial_stores: int = 0
-    dropped_stores: int = 0
-    evicted_chunks: int = 0
+    def is_view(self, layer: int, wanted: torch.dtype) -> bool:
+        """Whether a layer's rows are one piece of memory, in the dtype that is wanted."""
+        (rows, slots), *others = self.runs[layer]
+        side_by_side = slots == list(range(slots[0], slots[0] + len(slots)))
+        return not others and wanted == rows.dtype and not rows.scaled and side_by_side
 
 
 class HiddenStateStore:
     """Keeps hidden states by chunk key in a host pool of fixed size.
 
-    Rows go in by `store_hidden_states`, `store_paged` or `lease_paged` and come out by
-    `retrieve_hidden_states` and `retrieve_layers`, or through the lease. Chunks that are there
-    already are not copied again. When the pool is full the least recently used leaves go.
+    Rows go in by `store_hidden_states`, `store_paged`, `lease_paged` or, step by step, a `writer`,
+    and come out by `retrieve_hidden_states` and `retrieve_layers`, or through a lease. Chunks that
+    are there already are not copied again. When the pool is full the least recently used leaves go.
 
     With a bound storage manager a chunk whose KV is gone is dropped as soon as somebody asks for
     it.
@@ -150,14 +109,13 @@ class HiddenStateStore:
         self._results = Results(config.result_bytes)
         self._lock = threading.Lock()
         self._index = ChunkIndex()
-        # Not in the index any more, but their slots are still in use.
-        self._doomed: list[Entry] = []
-        # What views held that are gone.
-        self._dead_views: deque[list[Entry]] = deque()
-        self._counts = _Counts()
+        # What views pinned that are gone.
+        self._dead_views: deque[list[int]] = deque()
+        self._counts = Counts()
         self._told_of_partial_store = False
         self._closed = False
         self._owner_pid = os.getpid()
+        self.weights_epoch = 0
 
     def bind_storage_manager(self, storage_manager: StorageManager) -> None:
         """From now on KV counts as present only where `storage_manager.contains(key)` says so."""
@@ -229,28 +187,32 @@ class HiddenStateStore:
                 f"{num_tokens - token_offset} token ids from token_offset {token_offset} on"
             )
         chunks = self._to_chunks(token_ids)
-        self._check_chunks(chunks)
         before = [chunk for chunk in chunks if chunk.start < token_offset]
         chunks = chunks[len(before) :]
         if not chunks:
             return 0
+        began = time.perf_counter()
         rows = hidden_states.detach()
         if rows.stride(1) != 1 and rows.size(1) > 1:
             rows = rows.contiguous()
-        source = Source(rows[None, None], [0], token_offset, _stream_of(rows))
-        parent_key = before[-1].key if before else None
-        lease = self._lease_waiting(chunks, source, (layer_idx,), parent_key, fit=True)
+        source = Source(rows[None, None], [0], token_offset, current_stream(rows))
+        writer = RequestWriter(
+            self, "of store_hidden_states", (layer_idx,), before=before[-1] if before else None
+        )
+        whole = chunks[-1].end
+        self._waiting(partial(writer._append, source, whole, chunks, fit=True))
+        lease = writer.finish()
         try:
             # Only for what is new: others may still fill what was there.
-            if lease.ticket is not None:
-                lease.ticket.wait()
-                if lease.ticket.error is not None:
-                    raise TransferError(lease.ticket.error)
+            lease.wait_own()
         finally:
             lease.release()
-        if lease.num_tokens < chunks[-1].end - chunks[0].start:
+        with self._guard():
+            self._counts.partial_stores += writer.num_tokens < whole
+            self._counts.store_s.add(time.perf_counter() - began)
+        if writer.num_tokens < whole:
             self._tell_of_partial_store(lease.num_tokens, chunks, rows)
-        return lease.new_chunks
+        return writer.new_chunks
 
     def store_paged(
         self,
@@ -281,15 +243,20 @@ class HiddenStateStore:
             PoolFullError: no room for all of it; nothing is stored.
         """
         chunks = self._to_chunks(chunks_or_token_ids)
-        self._check_chunks(chunks)
-        chunks = [chunk for chunk in chunks if chunk.key is not None]
+        while chunks and chunks[-1].key is None:
+            chunks.pop()
         before = [chunk for chunk in chunks if chunk.start < token_offset]
-        parent_key = before[-1].key if before else None
-        layers = self._check_paged(paged, layer_idxs)
-        source = _paged_source(paged, block_ids, stream)
-        lease = self._lease_waiting(chunks[len(before) :], source, layers, parent_key)
+        chunks = chunks[len(before) :]
+        if not chunks:
+            return None
+        writer = RequestWriter(
+            self, "of store_paged", layer_idxs, before=before[-1] if before else None
+        )
+        end = chunks[-1].end
+        self._waiting(partial(writer.append_paged, paged, block_ids, end, chunks, stream=stream))
+        lease = writer.finish()
         lease.release()
-        return lease.ticket
+        return lease.tickets[0] if lease.tickets else None
 
     def lease_paged(
         self,
@@ -305,130 +272,36 @@ class HiddenStateStore:
         Arguments and errors are `store_paged`'s, and QueueFullError where that one waits. `chunks`
         may end with some without a key, the last of them short: these live as long as the lease.
         """
-        self._check_chunks(chunks)
-        layers = self._check_paged(paged, layer_idxs)
-        return self._lease(chunks, _paged_source(paged, block_ids, stream), layers, None)
+        writer = RequestWriter(self, "of lease_paged", layer_idxs)
+        end = chunks[-1].end if chunks else 0
+        writer.append_paged(paged, block_ids, end, chunks, stream=stream)
+        return writer.finish()
 
-    def _lease_waiting(
-        self,
-        chunks: Sequence[Chunk],
-        source: Source,
-        layers: tuple[int, ...],
-        parent_key: Hashable | None,
-        *,
-        fit: bool = False,
-    ) -> Lease:
-        """As `_lease`, and waits where the queue is full."""
+    def writer(self, request_id: str, layer_idxs: Sequence[int]) -> RequestWriter:
+        """Takes a request's rows step by step, from its first token on.
+
+        Args:
+            request_id: for messages.
+            layer_idxs: what the rows' layers are called, in their order.
+        """
+        with self._guard():
+            self._check_open()
+            return RequestWriter(self, request_id, layer_idxs)
+
+    def _waiting(self, append: Callable[[], None]) -> None:
+        """Waits where the queue is full."""
         while True:
             try:
-                return self._lease(chunks, source, layers, parent_key, fit=fit)
+                return append()
             except QueueFullError:
                 self._wait_for_one()
 
     def _wait_for_one(self) -> None:
         with self._guard():
             tickets = self._storage.pending()
+            self._counts.queue_waits += 1
         if tickets:
             tickets[0].wait()
-
-    def _lease(
-        self,
-        chunks: Sequence[Chunk],
-        source: Source,
-        layers: tuple[int, ...],
-        parent_key: Hashable | None,
-        *,
-        fit: bool = False,
-    ) -> Lease:
-        """Holds chunks, and brings what is missing of them; with `fit` as many from the front as
-        there is room for."""
-        rows = self._format_of(source.tensor)
-        # What fails half-way is taken back step by step: nothing of it stays.
-        with self._guard(), contextlib.ExitStack() as undo:
-            self._check_open()
-            self._forget_ended()
-            # Where the first store of a kind fails the next one may bring other rows.
-            undo.callback(self._storage.back_to, self._storage.kinds())
-            pool = self._storage.pool(rows)
-            self._storage.engine(source.tensor.device)
-            found = [self._pin(self._settled(chunk.key), undo) for chunk in chunks]
-            if not fit:
-                _check_formats(chunks, found, layers, source.tensor)
-            missing = [
-                [layer for layer in layers if entry is None or layer not in entry.layers]
-                for entry in found
-            ]
-            needed = sum(len(names) for names in missing)
-            slots = self._allocate(needed, found, pool, fit=fit)
-            undo.callback(pool.free, slots)
-
-            unused = iter(slots)
-            places = {layer: place for place, layer in enumerate(layers)}
-            entries: list[Entry] = []
-            private: list[list[int]] = []
-            pieces: list[_native.Piece] = []
-            added: list[LayerRows] = []
-            gathered = new_chunks = num_tokens = 0
-            for chunk, entry, names in zip(chunks, found, missing, strict=True):
-                own = [slot for _, slot in zip(names, unused, strict=False)]
-                if len(own) < len(names):
-                    break  # no room for this one
-                length = chunk.end - chunk.start
-                start = chunk.start - source.first_token
-                pieces += [
-                    (places[layer], start, length, slot, 0)
-                    for layer, slot in zip(names, own, strict=True)
-                ]
-                num_tokens += length
-                gathered += length if names else 0
-                new_chunks += bool(names)
-                if chunk.key is None:
-                    private.append(own)
-                    continue
-                if entry is None:
-                    entry = self._index.add(chunk.key, parent_key)
-                    undo.callback(self._index.remove, entry)
-                    self._pin(entry, undo)
-                parent_key = chunk.key
-                entries.append(entry)
-                for layer, slot in zip(names, own, strict=True):
-                    added.append(LayerRows(slot, rows, None))
-                    entry.layers[layer] = added[-1]
-                    undo.callback(entry.layers.pop, layer)
-            ticket = self._storage.put(source, rows, pieces) if pieces else None
-            if ticket is not None:
-                undo.callback(_abandon, ticket)
-            for layer_rows in added:
-                layer_rows.ticket = ticket
-            undo.pop_all()
-            # Pinned, but behind the place where the room ended; slots that no chunk was whole with.
-            for entry in found[len(entries) + len(private) :]:
-                if entry is not None:
-                    entry.pins -= 1
-            pool.free(slots[len(pieces) :])
-            self._counts.tokens_gathered += gathered
-            self._counts.tokens_deduplicated += num_tokens - gathered
-            self._counts.partial_stores += len(entries) + len(private) < len(chunks)
-        return Lease(
-            self,
-            num_tokens=num_tokens,
-            layer_idxs=layers,
-            entries=entries,
-            private=private,
-            ticket=ticket,
-            tokens_from_pool=num_tokens - gathered,
-            new_chunks=new_chunks,
-            rows=rows,
-            dtype=source.tensor.dtype,
-        )
-
-    def _pin(self, entry: Entry | None, undo: contextlib.ExitStack) -> Entry | None:
-        """Marks an entry as just used, and holds it."""
-        if entry is not None:
-            self._index.touch(entry)
-            entry.pins += 1
-            undo.callback(_unpin, entry)
-        return entry
 
     def _tell_of_partial_store(
         self, num_tokens: int, chunks: Sequence[Chunk], rows: torch.Tensor
@@ -456,35 +329,49 @@ class HiddenStateStore:
         layer_idxs: Sequence[int] = (0,),
     ) -> int:
         """Tokens of the prefix that all asked layers can supply now."""
-        entries, length = self._pin_prefix(self._to_chunks(chunks_or_token_ids), layer_idxs, None)
-        self._release(entries)
-        return length
+        found = self._pin_prefix(self._to_chunks(chunks_or_token_ids), layer_idxs, None)
+        self._unpin(found.numbers)
+        return found.length
 
     def retrieve_hidden_states(
         self,
-        token_ids: Sequence[int] | torch.Tensor,
+        token_ids: Sequence[Chunk] | Sequence[int] | torch.Tensor,
         *,
         layer_idx: int = 0,
         dtype: torch.dtype | None = torch.float32,
         device: torch.device | str = "cpu",
+        out: torch.Tensor | None = None,
         copy: bool = True,
     ) -> torch.Tensor | None:
         """The longest stored prefix of one layer, `[n, hidden]`.
 
         Args:
-            token_ids: the full prefix, a list or 1-D tensor.
+            token_ids: the full prefix: a list or 1-D tensor, or ordered chunks.
             layer_idx: the layer, as named when stored.
             dtype: of the result; None for the rows' own (float32 for scaled float8).
             device: where the result goes.
+            out: `[m, hidden]`, hidden contiguous, of any dtype, on the CPU or a CUDA device: takes
+                the rows instead of a new tensor. `dtype` and `device` are its own then.
             copy: False for the rows where the pool has them, as long as they lie side by side there
                 and need no cast: a view that takes the same time at any length. It must not be
                 written to, and its chunks stay in the pool until it and all views of it are gone.
                 Otherwise a copy as ever.
 
         Returns:
-            The rows, or None when not even the first chunk is there.
+            The rows (`out[:n]` of an `out`), or None when not even the first chunk is there.
+
+        Raises:
+            ValueError: an `out` that the rows do not fit.
+            TransferError: the copy failed.
         """
-        found = self.retrieve_layers(token_ids, (layer_idx,), dtype=dtype, device=device, copy=copy)
+        found = self.retrieve_layers(
+            token_ids,
+            (layer_idx,),
+            dtype=dtype,
+            device=device,
+            out=None if out is None else {layer_idx: out},
+            copy=copy,
+        )
         return None if found is None else found[layer_idx]
 
     def retrieve_layers(
@@ -494,6 +381,7 @@ class HiddenStateStore:
         *,
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
+        out: Mapping[int, torch.Tensor] | None = None,
         copy: bool = True,
     ) -> dict[int, torch.Tensor] | None:
         """The longest stored prefix that has all asked layers, as `{layer: [n, hidden]}`.
@@ -501,137 +389,172 @@ class HiddenStateStore:
         Args:
             chunks_or_token_ids: the full prefix, as token ids or as ordered chunks.
             layer_idxs: layers, each as named when stored.
-            dtype: of the result; None for the rows' own (float32 for scaled float8).
-            device: where the results go.
-            copy: False for views of the pool where they can be had: see `retrieve_hidden_states`.
+            dtype, device, copy: see `retrieve_hidden_states`.
+            out: a tensor for each layer: see `retrieve_hidden_states`.
 
         Returns:
             Tensors of `n` rows each, or None when not even the first chunk is there.
 
         Raises:
+            ValueError: an `out` that the rows do not fit, or a layer without one.
             TransferError: the copy failed.
         """
+        began = time.perf_counter()
+        target = _device(device)
         with self._guard():
             if self._closed:
                 return None
-            target = _device(device)
-            self._storage.reader(target)
-        entries, length = self._pin_prefix(self._to_chunks(chunks_or_token_ids), layer_idxs, dtype)
-        if not entries:
+            for place in [target] if out is None else [given.device for given in out.values()]:
+                self._storage.reader(place)
+        found = self._pin_prefix(self._to_chunks(chunks_or_token_ids), layer_idxs, dtype, out)
+        if not found.numbers:
             return None
+        results: dict[int, torch.Tensor] = {}
         tickets: list[_native.Ticket] = []
+        copied = 0
         try:
-            found = {}
             for layer in layer_idxs:
-                rows = [entry.layers[layer] for entry in entries]
-                first = rows[0].format
-                wanted = first.copied_as(dtype)
-                if not copy and target.type == "cpu" and _side_by_side(rows, wanted):
-                    found[layer] = self._view(entries, rows[0], length)
+                rows, slots = found.runs[layer][0]
+                given = None if out is None else _room_in(out, layer, found.length, rows.hidden)
+                wanted = rows.copied_as(dtype if given is None else given.dtype)
+                if (
+                    given is None
+                    and not copy
+                    and target.type == "cpu"
+                    and found.is_view(layer, wanted)
+                ):
+                    results[layer] = self._view(found, rows, slots[0])
                     continue
-                shape = (length, first.hidden)
-                if target.type == "cpu":
-                    out = self._results.empty(shape, wanted)
+                shape = (found.length, rows.hidden)
+                if given is not None and given.dtype == wanted:
+                    result = given
+                elif given is None and target.type != "cpu":
+                    result = torch.empty(shape, dtype=wanted, device=target)
                 else:
-                    out = torch.empty(shape, dtype=wanted, device=target)
-                tickets += self._read_rows(rows, out)
-                found[layer] = out
+                    result = self._results.empty(shape, wanted)
+                tickets += self._read_rows(found.runs[layer], result)
+                results[layer] = result
+                copied += found.length * rows.row_bytes
             for ticket in tickets:
                 ticket.wait()
             for ticket in tickets:
                 if ticket.error is not None:
                     raise TransferError(ticket.error)
-            return {layer: out.to(dtype or out.dtype) for layer, out in found.items()}
         finally:
             # Also where this ends early: a copy on its way needs the memory on both sides.
             for ticket in tickets:
                 ticket.wait()
-            self._release(entries)
-
-    def _view(self, entries: Sequence[Entry], first: LayerRows, length: int) -> torch.Tensor:
-        """Rows where they lie, whose entries are held until the tensor dies."""
+            self._unpin(found.numbers)
         with self._guard():
-            for entry in entries:
-                entry.pins += 1
-        held = list(entries)
+            self._counts.tokens_found += found.length * len(layer_idxs)
+            self._counts.bytes_retrieved += copied
+            self._counts.retrieve_s.add(time.perf_counter() - began)
+        if out is None:
+            return {layer: result.to(dtype or result.dtype) for layer, result in results.items()}
+        return {
+            layer: out[layer][: found.length].copy_(result)
+            if result.dtype != out[layer].dtype
+            else result
+            for layer, result in results.items()
+        }
+
+    def _view(self, found: _Found, rows: RowFormat, slot: int) -> torch.Tensor:
+        """Rows where they lie, whose chunks are held until the tensor dies."""
+        numbers = list(found.numbers)
+        with self._guard():
+            for number in numbers:
+                self._index.pin(number)
         try:
             return self._results.view(
-                self._storage.pool(first.format),
-                first.slot,
-                (length, first.format.hidden),
-                first.format.dtype,
+                self._storage.pool(rows),
+                slot,
+                (found.length, rows.hidden),
+                rows.dtype,
                 # It may die anywhere, also under our lock: whoever holds that next sees to it.
-                partial(self._dead_views.append, held),
+                partial(self._dead_views.append, numbers),
             )
         except BaseException:
-            self._release(held)
+            self._unpin(numbers)
             raise
 
-    def _read_rows(self, rows: Sequence[LayerRows], out: torch.Tensor) -> Iterator[_native.Ticket]:
+    def _read_rows(
+        self, runs: Sequence[tuple[RowFormat, list[int]]], into: torch.Tensor
+    ) -> Iterator[_native.Ticket]:
         """Starts to copy whole chunks of one layer into `[n, hidden]`."""
         start = 0
-        stream = _stream_of(out)
-        for layout, group in groupby(rows, key=lambda chunk: chunk.format):
+        stream = current_stream(into)
+        for rows, slots in runs:
             pieces = []
-            for chunk in group:
-                length = min(self.chunk_size, len(out) - start)
-                pieces.append((0, start, length, chunk.slot, 0))
+            for slot in slots:
+                length = min(self.chunk_size, len(into) - start)
+                pieces.append((0, start, length, slot, 0))
                 start += length
-            yield self._storage.get(out, layout, pieces, stream=stream)
+            yield self._storage.get(into, rows, pieces, stream=stream)
 
     def _pin_prefix(
-        self, chunks: Sequence[Chunk], layer_idxs: Sequence[int], dtype: torch.dtype | None
-    ) -> tuple[list[Entry], int]:
-        """The committed prefix that has all layers, held, and its tokens.
+        self,
+        chunks: Sequence[Chunk],
+        layer_idxs: Sequence[int],
+        dtype: torch.dtype | None,
+        out: Mapping[int, torch.Tensor] | None = None,
+    ) -> _Found:
+        """The prefix that is there in all layers, pinned.
 
         Whether KV is there is asked chunk by chunk, without the lock: it is somebody else's code.
         """
-        entries: list[Entry] = []
-        length = 0
-        hidden: dict[int, RowFormat] = {}
-        try:
-            for chunk in chunks:
-                manager = self._storage_manager
-                present = manager is None or (
-                    chunk.key is not None and manager.contains(chunk.key) is not None
-                )
-                with self._guard():
-                    entry = self._settled(chunk.key)
-                    if not present:
-                        if entry is not None:
-                            self._drop(entry)
-                        self._counts.misses_kv_gone += 1
-                        break
-                    if entry is None or not all(
-                        layer in entry.layers
-                        and entry.layers[layer].committed
-                        and _continues(hidden, layer, entry.layers[layer].format, dtype)
-                        for layer in layer_idxs
-                    ):
-                        self._counts.misses_not_stored += 1
-                        break
-                    self._index.touch(entry)
-                    entry.pins += 1
-                    entries.append(entry)
-                    length = chunk.end
-        except BaseException:
-            self._release(entries)
-            raise
+        index = self._index
+        # What follows has no key: nobody can have it.
+        keys = [chunk.key for chunk in takewhile(lambda chunk: chunk.key is not None, chunks)]
         with self._guard():
-            self._counts.tokens_found += length * len(layer_idxs)
-        return entries, length
+            self._tend()
+            numbers = index.find(keys)
+            count = index.pin_prefix(numbers, layer_idxs)
+        pinned = numbers[:count]
+        try:
+            with_kv = self._count_kv(keys[: count + 1])
+            with self._guard():
+                if with_kv is not None and with_kv < min(count + 1, len(keys)):
+                    count = with_kv
+                    self._drop(keys[count])
+                    self._counts.misses_kv_gone += 1
+                elif count < len(keys) and index.was_evicted(keys[count]):
+                    self._counts.misses_evicted += 1
+                elif count < len(keys):
+                    self._counts.misses_not_stored += 1
+                runs = {}
+                for layer in layer_idxs:
+                    wanted = dtype if out is None or layer not in out else out[layer].dtype
+                    runs[layer] = index.runs(numbers[:count], layer)
+                    count = min(count, _continuing(runs[layer], wanted))
+                # The layers that were looked at before a shorter one.
+                for layer, found in runs.items():
+                    if sum(len(slots) for _, slots in found) > count:
+                        runs[layer] = index.runs(numbers[:count], layer)
+                index.unpin(pinned[count:])
+                pinned = pinned[:count]
+        except BaseException:
+            self._unpin(pinned)
+            raise
+        return _Found(pinned, chunks[count - 1].end if count else 0, runs)
+
+    def _count_kv(self, keys: Sequence[Hashable | None]) -> int | None:
+        """Leading chunks whose KV is there; None where nobody is bound who knows."""
+        manager = self._storage_manager
+        if manager is None:
+            return None
+        count = 0
+        while count < len(keys) and manager.contains(keys[count]) is not None:
+            count += 1
+        return count
 
     # --- one chunk, all chunks ------------------------------------------------------------
 
     def has_chunk(self, key: Hashable, layer_idx: int = 0) -> bool:
         """Whether a committed chunk of this layer is there, whatever became of its predecessors."""
         with self._guard():
-            entry = self._settled(key)
-            return (
-                entry is not None
-                and layer_idx in entry.layers
-                and entry.layers[layer_idx].committed
-            )
+            self._tend()
+            (number,) = self._index.find([key])
+            return number != NONE and self._index.holds(number, layer_idx)
 
     def drop_key(self, key: Hashable) -> bool:
         """Drops a chunk with all its layers; returns whether it was there.
@@ -639,17 +562,32 @@ class HiddenStateStore:
         Whoever reads it now reads on; its slots are free when nobody does.
         """
         with self._guard():
-            entry = self._settled(key)
-            if entry is None:
-                return False
-            self._drop(entry)
-            return True
+            self._tend()
+            return self._drop(key)
 
-    def reset(self) -> None:
-        """Drops all chunks: what is stored from now on shares nothing with what was before."""
+    def reset(self, weights_epoch: int | None = None) -> None:
+        """Drops all chunks and forgets what was: rows of other weights never answer again.
+
+        Writers that have begun are refused from now on, since the rest of their rows would come of
+        other weights.
+
+        Args:
+            weights_epoch: the number of the weights that rows come of from now on; None for the
+                next one.
+
+        Raises:
+            ValueError: a number that is not above the one before.
+        """
         with self._guard():
-            for entry in list(self._index):
-                self._drop(entry)
+            epoch = self.weights_epoch + 1 if weights_epoch is None else weights_epoch
+            if epoch <= self.weights_epoch:
+                raise ValueError(
+                    f"weights_epoch is {epoch}, was {self.weights_epoch} already: each update of "
+                    "the weights takes a higher number"
+                )
+            self.weights_epoch = epoch
+            self._index.clear()
+            self._tend()
 
     def num_cached_chunks(self) -> int:
         """Chunks in the pool, those being filled included."""
@@ -659,13 +597,14 @@ class HiddenStateStore:
     def stats(self) -> StoreStats:
         """A snapshot."""
         with self._guard():
-            self._forget_ended()
+            self._tend()
             storage = self._storage
             arena = storage.arena.stats()
             pools = [(pool, pool.stats()) for pool in storage.pools.values()]
             first, slots = pools[0] if pools else (None, None)
             pinned = storage.pinned
             counts = self._counts
+            results = self._results.stats()
             return StoreStats(
                 num_chunks=len(self._index),
                 num_slots=slots.slots if slots else 0,
@@ -677,13 +616,23 @@ class HiddenStateStore:
                 fragmentation=slots.fragmentation if slots else 0.0,
                 tokens_gathered=counts.tokens_gathered,
                 tokens_deduplicated=counts.tokens_deduplicated,
+                bytes_stored=counts.bytes_stored,
                 tokens_found=counts.tokens_found,
+                bytes_retrieved=counts.bytes_retrieved,
                 misses_kv_gone=counts.misses_kv_gone,
+                misses_evicted=counts.misses_evicted,
                 misses_not_stored=counts.misses_not_stored,
                 partial_stores=counts.partial_stores,
                 dropped_stores=counts.dropped_stores,
-                evicted_chunks=counts.evicted_chunks,
+                evicted_chunks=self._index.num_evicted,
+                queue_waits=counts.queue_waits,
+                store_s=counts.store_s.snapshot(),
+                retrieve_s=counts.retrieve_s.snapshot(),
+                result_hits=results.hits,
+                result_fallbacks=results.fallbacks,
+                result_bytes=results.in_use_bytes + results.idle_bytes,
                 pending_transfers=storage.num_pending,
+                weights_epoch=self.weights_epoch,
                 pinned_bytes=pinned.bytes if pinned else 0,
                 pinning=pinned is not None and pinned.at_work,
                 pin_refusal=pinned.refusal if pinned else "",
@@ -710,9 +659,8 @@ class HiddenStateStore:
             self._closed = True
         self._storage.close()
         with self._guard():
-            for entry in list(self._index):
-                self._drop(entry)
-            self._forget_ended()
+            self._index.clear()
+            self._tend()
 
     # --- inside ---------------------------------------------------------------------------
 
@@ -737,24 +685,6 @@ class HiddenStateStore:
             return list(given)
         return self._chunker.chunks(given)
 
-    def _check_chunks(self, chunks: Sequence[Chunk]) -> None:
-        """Refuses chunks that are not whole, in a row from token 0 on, those with keys first."""
-        keys = [chunk.key for chunk in chunks if chunk.key is not None]
-        for place, chunk in enumerate(chunks):
-            start, last = place * self.chunk_size, place == len(chunks) - 1
-            tail = last and start < chunk.end <= start + self.chunk_size
-            whole = chunk.end == start + self.chunk_size
-            if chunk.start != start or not (whole or tail):
-                raise ValueError(
-                    f"chunk {place} is {chunk}, must be tokens {start} to "
-                    f"{start + self.chunk_size}: chunks are of {self.chunk_size} tokens from token "
-                    "0 on, but for a last one"
-                )
-            if (chunk.key is not None) != (place < len(keys)):
-                raise ValueError(f"chunk {place} is {chunk}: those without a key must come last")
-        if len(set(keys)) != len(keys):
-            raise ValueError(f"chunks {chunks} have a key twice: a key names one whole prefix")
-
     def _check_paged(self, paged: torch.Tensor, layer_idxs: Sequence[int]) -> tuple[int, ...]:
         if paged.device.type not in ("cpu", "cuda"):
             raise ValueError(f"paged is on {paged.device}, must be in host or CUDA memory")
@@ -769,104 +699,26 @@ class HiddenStateStore:
             )
         return tuple(layer_idxs)
 
-    def _format_of(self, paged: torch.Tensor) -> RowFormat:
-        return format_for(paged.dtype, paged.size(3), self.config.storage_dtype)
+    def _format_of(self, rows: torch.Tensor) -> RowFormat:
+        return format_for(rows.dtype, rows.size(-1), self.config.storage_dtype)
 
-    def _settled(self, key: Hashable | None) -> Entry | None:
-        """The entry of a key, after what failed to arrive was taken out of it."""
-        entry = None if key is None else self._index.get(key)
-        if entry is None:
-            return None
-        failed = False
-        for rows in entry.layers.values():
-            if rows.ticket is not None and rows.ticket.done:
-                rows.ticket = None
-            failed |= rows.ticket is not None and rows.ticket.error is not None
-        if failed and not entry.busy:
-            self._drop(entry)
-            return None
-        return entry
+    def _drop(self, key: Hashable) -> bool:
+        (number,) = self._index.find([key])
+        if number == NONE or not self._index.present(number):
+            return False
+        self._index.remove(number)
+        return True
 
-    def _allocate(
-        self, count: int, found: Sequence[Entry | None], pool: _native.SlotPool, *, fit: bool
-    ) -> list[int]:
-        """Slots for a store, evicting what is not busy; all or none, or with `fit` what there is.
-
-        What was found of the same request is pinned and makes no room for it.
-        """
-        present = sum(len(entry.layers) for entry in found if entry is not None)
-        if count + present > pool.num_slots and not fit:
-            whole = count + present
-            raise PoolFullError(
-                f"the request takes {whole} slots of {pool.slot_bytes} bytes, the whole pool has "
-                f"{pool.num_slots}: set hscache_pool_bytes to {whole * pool.slot_bytes} or more",
-                can_wait=False,
-            )
-        while (slots := pool.allocate(count)) is None:
-            victim = self._index.pop_victim()
-            if victim is None:
-                if fit:
-                    return pool.allocate(min(count, pool.num_free)) or []
-                raise PoolFullError(
-                    f"{count} slots are needed, {pool.num_free} of {pool.num_slots} are free and "
-                    "the rest is in use: wait, or set hscache_pool_bytes higher",
-                    can_wait=True,
-                )
-            self._counts.evicted_chunks += 1
-            self._free(victim)
-        return slots
-
-    def _drop(self, entry: Entry) -> None:
-        """Takes an entry out of the index; its slots go now, or when nobody uses them."""
-        self._index.remove(entry)
-        if entry.busy:
-            self._doomed.append(entry)
-        else:
-            self._free(entry)
-
-    def _free(self, entry: Entry) -> None:
-        for rows in entry.layers.values():
-            self._storage.pool(rows.format).free([rows.slot])
-        entry.layers.clear()
-
-    def _release(self, entries: Sequence[Entry]) -> None:
+    def _unpin(self, numbers: Sequence[int]) -> None:
         with self._guard():
-            for entry in entries:
-                _unpin(entry)
-            if self._doomed:
-                self._forget_ended()
+            self._index.unpin(numbers)
 
-    def _release_lease(self, entries: Sequence[Entry], rows: RowFormat, slots: list[int]) -> None:
-        self._release(entries)
-        if slots:
-            with self._guard():
-                self._storage.pool(rows).free(slots)
-
-    def _free_doomed(self) -> None:
-        for entry in self._doomed:
-            if not entry.busy:
-                self._free(entry)
-        self._doomed = [entry for entry in self._doomed if entry.layers]
-
-    def _forget_ended(self) -> None:
+    def _tend(self) -> None:
+        """Takes note of what has ended meanwhile."""
         self._storage.forget_ended()
         while self._dead_views:
-            for entry in self._dead_views.popleft():
-                _unpin(entry)
-        self._free_doomed()
-
-
-def _unpin(entry: Entry) -> None:
-    entry.pins -= 1
-
-
-def _abandon(ticket: _native.Ticket) -> None:
-    ticket.cancel()
-    ticket.wait()
-
-
-def _paged_source(paged: torch.Tensor, block_ids: Sequence[int], stream: int | None) -> Source:
-    return Source(paged, list(block_ids), 0, _stream_of(paged) if stream is None else stream)
+            self._index.unpin(self._dead_views.popleft())
+        self._index.settle()
 
 
 def _device(device: torch.device | str) -> torch.device:
@@ -877,52 +729,29 @@ def _device(device: torch.device | str) -> torch.device:
     return found
 
 
-def _stream_of(tensor: torch.Tensor) -> int:
-    """Raw handle of the stream that a tensor is used on; 0 for host memory."""
-    if tensor.device.type != "cuda":
-        return 0
-    return torch.cuda.current_stream(tensor.device).cuda_stream
-
-
-def _side_by_side(rows: Sequence[LayerRows], wanted: torch.dtype) -> bool:
-    """Whether rows are one piece of memory, in the dtype that is wanted."""
-    first = rows[0]
-    return (
-        wanted == first.format.dtype
-        and not first.format.scaled
-        and all(
-            chunk.slot == first.slot + place and chunk.format == first.format
-            for place, chunk in enumerate(rows)
+def _room_in(out: Mapping[int, torch.Tensor], layer: int, length: int, hidden: int) -> torch.Tensor:
+    """The part of an `out` that a layer's rows go to."""
+    if layer not in out:
+        raise ValueError(f"out has layers {list(out)}, must have one for layer {layer} too")
+    given = out[layer]
+    fits = given.dim() == 2 and len(given) >= length and given.size(1) == hidden
+    if not fits or (given.stride(1) != 1 and hidden > 1):
+        raise ValueError(
+            f"out has shape {list(given.shape)} and strides {list(given.stride())}, must be "
+            f"[{length} or more, {hidden}] with hidden contiguous (stride 1)"
         )
-    )
+    return given[:length]
 
 
-def _continues(
-    first: dict[int, RowFormat], layer: int, rows: RowFormat, dtype: torch.dtype | None
-) -> bool:
-    """Whether rows can stand behind those of the first chunk of a result."""
-    begun = first.setdefault(layer, rows)
-    return rows.hidden == begun.hidden and rows.converts(begun.copied_as(dtype))
-
-
-def _check_formats(
-    chunks: Sequence[Chunk],
-    found: Sequence[Entry | None],
-    layers: Sequence[int],
-    source: torch.Tensor,
-) -> None:
-    """Refuses rows that those which are there already could not stand for."""
-    for chunk, entry in zip(chunks, found, strict=True):
-        for layer in layers:
-            rows = entry.layers.get(layer) if entry is not None else None
-            if rows is not None and not (
-                rows.format.hidden == source.size(3) and rows.format.converts(source.dtype)
-            ):
-                raise ValueError(
-                    f"rows are {source.size(3)} x {source.dtype}, but layer {layer} of tokens "
-                    f"{chunk.start} to {chunk.end} is there as {rows.format}: use another "
-                    "namespace, or another layer number"
-                )
+def _continuing(runs: Sequence[tuple[RowFormat, list[int]]], dtype: torch.dtype | None) -> int:
+    """Chunks from the front whose rows can stand in one result."""
+    count = 0
+    for rows, slots in runs:
+        first = runs[0][0]
+        if rows.hidden != first.hidden or not rows.converts(first.copied_as(dtype)):
+            break
+        count += len(slots)
+    return count
 
 
 _opened: HiddenStateStore | None = None

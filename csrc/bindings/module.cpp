@@ -23,4 +23,5 @@ PYBIND11_MODULE(_native, module) {
   hscache::bind_memory(module);
   hscache::bind_results(module);
   hscache::bind_transfers(module);
+  hscache::bind_chunks(module);
 }

@@ -25,6 +25,8 @@ using WithoutGil = std::unique_ptr<T, EndWithoutGil>;
 
 // Element, Arena, ArenaReader, SlotPool.
 void bind_memory(pybind11::module_& module);
+// ChunkTree.
+void bind_chunks(pybind11::module_& module);
 // ResultBuffer, ResultPool, PoolRows.
 void bind_results(pybind11::module_& module);
 // PagedView, Ticket, Registration, TransferEngine.
