@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
-from array import array
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from hidden_cache.errors import ConfigError
 
+if TYPE_CHECKING:
+    import torch
+
 DEFAULT_CHUNK_SIZE = 256
+TOKEN_BYTES = 8
+# Tokens are packed in runs of about so many: all at once a long prompt takes fresh memory from the
+# kernel each time, and that costs more than the hashing.
+RUN_TOKENS = 8192
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Tokens `[start, end)` of a prefix.
 
     `key` identifies the chunk and everything before it; None is a chunk that is nobody else's and
@@ -79,17 +84,71 @@ class TokenChunker:
         lengths = b"%d,%d;" % (len(seed), len(salt))
         self._root = hashlib.sha256(lengths + seed + salt).digest()
 
-    def chunks(self, token_ids: Iterable[int]) -> list[Chunk]:
-        """The whole chunks of a prefix, in order; a tail shorter than a chunk has none."""
-        # A tensor gives its numbers at once; one by one each would be a tensor.
-        tokens = array("q", token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids)
+    def chunks(self, token_ids: Iterable[int] | torch.Tensor) -> list[Chunk]:
+        """The whole chunks of a prefix, in order; a tail shorter than a chunk has none.
+
+        Args:
+            token_ids: of one prompt. A list, or a 1-D tensor of any integer dtype on any device,
+                is read at once; another iterable number by number.
+
+        Raises:
+            TypeError: a token id is no integer.
+            ValueError: a tensor has not one dimension.
+            OverflowError: a token id does not fit 64 bits.
+        """
+        tokens, pack = _readable(token_ids)
         size = self.chunk_size
+        run = max(1, RUN_TOKENS // size) * size
         key = self._root
         found = []
-        for start in range(0, len(tokens) - size + 1, size):
-            key = hashlib.sha256(key + tokens[start : start + size].tobytes()).digest()
-            found.append(Chunk(start, start + size, key))
+        for first in range(0, len(tokens), run):
+            stop = min(first + run, len(tokens))
+            packed = pack(tokens, first, stop)
+            for start in range(first, stop - size + 1, size):
+                place = (start - first) * TOKEN_BYTES
+                key = hashlib.sha256(key + packed[place : place + size * TOKEN_BYTES]).digest()
+                found.append(Chunk(start, start + size, key))
         return found
+
+
+def _readable(token_ids: Any) -> tuple[Any, Callable[[Any, int, int], bytes]]:
+    """Token ids that can be read in runs, and what gives a run as little-endian int64."""
+    if hasattr(token_ids, "data_ptr"):
+        return _readable_tensor(token_ids)
+    # Loaded when first needed: what only reads files does without native code.
+    from hidden_cache._native import pack_tokens
+
+    if isinstance(token_ids, list | tuple):
+        return token_ids, pack_tokens
+    # NumPy gives its numbers at once; one by one each would be an object of its own.
+    return token_ids.tolist() if hasattr(token_ids, "tolist") else list(token_ids), pack_tokens
+
+
+def _readable_tensor(token_ids: torch.Tensor) -> tuple[Any, Callable[[Any, int, int], bytes]]:
+    import torch
+
+    if token_ids.dim() != 1:
+        raise ValueError(
+            f"token_ids is a tensor of shape {list(token_ids.shape)}, must have one dimension: "
+            "give one prompt at a time"
+        )
+    dtype = token_ids.dtype
+    if dtype == torch.uint64:
+        # As int64 a number from 2**63 on would become another, silently.
+        return _readable(token_ids.tolist())
+    odd = dtype.is_floating_point or dtype.is_complex or dtype == torch.bool
+    # Without numbers any dtype will do: torch.tensor([]) is float.
+    if odd and token_ids.numel() > 0:
+        raise TypeError(
+            f"token_ids is a tensor of {dtype}, must be of an integer dtype: give the token ids, "
+            "not embeddings or a mask"
+        )
+
+    def pack(tokens: torch.Tensor, start: int, stop: int) -> bytes:
+        run = tokens[start:stop].to(torch.int64).contiguous()
+        return ctypes.string_at(run.data_ptr(), run.numel() * TOKEN_BYTES)
+
+    return token_ids.cpu(), pack
 
 
 class BlockHashChunker:

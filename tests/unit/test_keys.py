@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pickle
+import re
 import struct
 import subprocess
 import sys
 from collections.abc import Hashable
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hidden_cache.errors import ConfigError
-from hidden_cache.keys import BlockHashChunker, Chunk, TokenChunker, make_namespace
+from hidden_cache.keys import RUN_TOKENS, BlockHashChunker, Chunk, TokenChunker, make_namespace
 
 repeatable = settings(derandomize=True, deadline=None, database=None, max_examples=60)
 token_lists = st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=40)
@@ -80,10 +85,139 @@ def test_seed_and_salt_set_apart() -> None:
     assert len(set(keys)) == len(pairs)
 
 
+def test_keys_never_change() -> None:
+    chunker = TokenChunker(256, seed=b"model", salt=b"tenant")
+    keys = [c.key.hex() for c in chunker.chunks(range(512)) if isinstance(c.key, bytes)]
+    assert keys == [
+        "d89198fd75e571e2b651ef275cd14a6e77895fd0d777225d3422ac03e651af81",
+        "3f8ee780e6cb064fb290f14d87e1899c70986b894c6539af34e904541ac0de40",
+    ]
+
+
 def test_tokens_may_come_from_any_iterable() -> None:
     chunker = TokenChunker(2)
     assert chunker.chunks(iter([5, 6, 7])) == chunker.chunks((5, 6)) == chunker.chunks([5, 6])
     assert chunker.chunks([]) == []
+
+
+def test_a_token_may_be_anything_that_is_an_integer() -> None:
+    class Five:
+        def __index__(self) -> int:
+            return 5
+
+    chunker = TokenChunker(4)
+    given = [np.int32(1), True, np.uint64(7), Five()]
+    assert chunker.chunks(given) == chunker.chunks([1, 1, 7, 5])
+    assert chunker.chunks(np.array([1, 1, 7, 5], dtype=np.int16)) == chunker.chunks([1, 1, 7, 5])
+
+
+@pytest.mark.parametrize("token", [1.5, np.float32(2), "3", None, [4]])
+def test_a_token_that_is_no_integer_is_refused(token: Any) -> None:
+    kind = type(token).__name__
+    with pytest.raises(TypeError, match=f"token 1 is a .*{kind}, must be an integer: give"):
+        TokenChunker(2).chunks([0, token])
+
+
+def test_what_holds_no_tokens_is_refused() -> None:
+    with pytest.raises(TypeError, match="'int' object is not iterable"):
+        TokenChunker(2).chunks(5)  # type: ignore[arg-type]
+
+
+def test_a_tail_is_looked_at_too() -> None:
+    with pytest.raises(TypeError, match="token 2 is a float"):
+        TokenChunker(2).chunks([0, 1, 2.5])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("token", [2**63, -(2**63) - 1, np.uint64(2**64 - 1)])
+def test_a_token_beyond_64_bits_is_refused(token: int) -> None:
+    assert TokenChunker(2).chunks([2**63 - 1, -(2**63)]) != []
+    with pytest.raises(
+        OverflowError, match=rf"token 1 is {token}, must lie in \[-2\*\*63, 2\*\*63"
+    ):
+        TokenChunker(2).chunks([0, token])
+
+
+def test_an_error_of_a_tokens_own_comes_through() -> None:
+    class Broken:
+        def __index__(self) -> int:
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        TokenChunker(2).chunks([0, Broken()])  # type: ignore[list-item]
+
+
+def test_a_list_that_gets_shorter_while_it_is_read_is_refused() -> None:
+    class Clears:
+        def __index__(self) -> int:
+            tokens.clear()
+            return 1
+
+    tokens: list[Any] = [0, Clears(), 2, 3]
+    with pytest.raises(IndexError, match="tokens 0 to 4 are asked of 0: do not change the list"):
+        TokenChunker(2).chunks(tokens)
+
+
+@pytest.mark.parametrize("size", [1, 3, 4096, 5000, 20000])
+def test_prompts_longer_than_a_run_have_the_same_chain(size: int) -> None:
+    tokens = [7 * i % 50257 for i in range(2 * RUN_TOKENS + 4321)]
+    key = hashlib.sha256(b"0,0;").digest()
+    expected = []
+    for start in range(0, len(tokens) - size + 1, size):
+        piece = struct.pack(f"<{size}q", *tokens[start : start + size])
+        key = hashlib.sha256(key + piece).digest()
+        expected.append(Chunk(start, start + size, key))
+    assert TokenChunker(size).chunks(tokens) == expected
+    assert TokenChunker(size).chunks(torch.tensor(tokens)) == expected
+    assert TokenChunker(size).chunks(torch.tensor(tokens, dtype=torch.int32)) == expected
+
+
+INTEGER_DTYPES = [
+    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.uint16, torch.uint32, torch.uint64,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", INTEGER_DTYPES)
+def test_a_tensor_has_the_keys_of_its_list(dtype: torch.dtype) -> None:
+    tokens = list(range(100, 117))
+    expected = TokenChunker(4).chunks(tokens)
+    tensor = torch.tensor(tokens, dtype=dtype)
+    assert TokenChunker(4).chunks(tensor) == expected
+    spread = torch.stack([tensor, tensor]).T.contiguous()[:, 1]
+    assert spread.stride() == (2,)
+    assert TokenChunker(4).chunks(spread) == expected
+    assert TokenChunker(4).chunks(torch.tensor([9, *tokens]).to(dtype)[1:]) == expected
+
+
+def test_an_empty_tensor_has_no_chunks() -> None:
+    assert TokenChunker(1).chunks(torch.tensor([])) == []
+
+
+def test_a_tensor_of_numbers_beyond_64_bits_is_refused() -> None:
+    with pytest.raises(OverflowError, match=f"token 1 is {2**63}, must lie in"):
+        TokenChunker(2).chunks(torch.tensor([0, 2**63], dtype=torch.uint64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.bool])
+def test_a_tensor_of_other_than_integers_is_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(TypeError, match=f"a tensor of {dtype}, must be of an integer dtype"):
+        TokenChunker(2).chunks(torch.ones(4, dtype=dtype))
+
+
+@pytest.mark.parametrize("shape", [(), (2, 3), (0, 4)])
+def test_a_tensor_of_other_than_one_dimension_is_refused(shape: tuple[int, ...]) -> None:
+    sizes = re.escape(str(list(shape)))
+    with pytest.raises(ValueError, match=f"a tensor of shape {sizes}, must have one dimension"):
+        TokenChunker(2).chunks(torch.zeros(shape, dtype=torch.int64))
+
+
+def test_a_chunk_is_a_plain_value() -> None:
+    chunk = TokenChunker(2).chunks([1, 2])[0]
+    assert chunk == Chunk(0, 2, chunk.key) != Chunk(0, 2, None)
+    assert pickle.loads(pickle.dumps(chunk)) == chunk
+    assert str(Chunk(0, 2, b"k")) == "Chunk(start=0, end=2, key=b'k')"
+    with pytest.raises(AttributeError):
+        chunk.start = 1  # type: ignore[misc]
 
 
 def test_keys_are_the_same_in_every_process() -> None:
