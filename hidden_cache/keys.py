@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
+import operator
 import os
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -31,6 +32,18 @@ class Chunk(NamedTuple):
     start: int
     end: int
     key: Hashable | None
+
+
+class Placeholder(NamedTuple):
+    """Tokens `[start, start + length)` that stand for content: an image, a piece of sound.
+
+    All images have the same token ids, so it is `content_hash` that sets them apart: a digest of
+    what the model sees, bytes or text (which counts as its UTF-8), not empty.
+    """
+
+    start: int
+    length: int
+    content_hash: str | bytes
 
 
 class Chunker(Protocol):
@@ -84,21 +97,28 @@ class TokenChunker:
         lengths = b"%d,%d;" % (len(seed), len(salt))
         self._root = hashlib.sha256(lengths + seed + salt).digest()
 
-    def chunks(self, token_ids: Iterable[int] | torch.Tensor) -> list[Chunk]:
+    def chunks(
+        self, token_ids: Iterable[int] | torch.Tensor, placeholders: Iterable[Placeholder] = ()
+    ) -> list[Chunk]:
         """The whole chunks of a prefix, in order; a tail shorter than a chunk has none.
+
+        Chunks before the first placeholder have the keys that they have without any.
 
         Args:
             token_ids: of one prompt. A list, or a 1-D tensor of any integer dtype on any device,
                 is read at once; another iterable number by number.
+            placeholders: where tokens stand for other content, in any order.
 
         Raises:
-            TypeError: a token id is no integer.
-            ValueError: a tensor has not one dimension.
+            TypeError: a token id is no integer, or a content hash neither text nor bytes.
+            ValueError: a tensor has not one dimension; placeholders overlap, are empty, have an
+                empty hash, or lie outside of the tokens.
             OverflowError: a token id does not fit 64 bits.
         """
         tokens, pack = _readable(token_ids)
         size = self.chunk_size
         run = max(1, RUN_TOKENS // size) * size
+        contents = _contents(placeholders, len(tokens), size)
         key = self._root
         found = []
         for first in range(0, len(tokens), run):
@@ -106,7 +126,10 @@ class TokenChunker:
             packed = pack(tokens, first, stop)
             for start in range(first, stop - size + 1, size):
                 place = (start - first) * TOKEN_BYTES
-                key = hashlib.sha256(key + packed[place : place + size * TOKEN_BYTES]).digest()
+                hashed = key + packed[place : place + size * TOKEN_BYTES]
+                if start in contents:
+                    hashed += contents[start]
+                key = hashlib.sha256(hashed).digest()
                 found.append(Chunk(start, start + size, key))
         return found
 
@@ -149,6 +172,54 @@ def _readable_tensor(token_ids: torch.Tensor) -> tuple[Any, Callable[[Any, int, 
         return ctypes.string_at(run.data_ptr(), run.numel() * TOKEN_BYTES)
 
     return token_ids.cpu(), pack
+
+
+def _contents(
+    placeholders: Iterable[Placeholder], num_tokens: int, chunk_size: int
+) -> dict[int, bytes]:
+    """What placeholders add to the hashes of the chunks that they touch, by the chunk's start."""
+    records: dict[int, bytes] = {}
+    free = 0
+    for start, length, content in sorted(map(_checked, placeholders)):
+        end = start + length
+        if start < 0 or end > num_tokens:
+            raise ValueError(
+                f"a placeholder covers tokens {start} to {end}, must lie within the {num_tokens} "
+                "tokens given: give it with all of its tokens"
+            )
+        if start < free:
+            raise ValueError(
+                f"a placeholder covers tokens {start} to {end}, must start at {free} or behind, "
+                "where the one before it ends: give each content tokens of its own"
+            )
+        free = end
+        for chunk in range(start // chunk_size * chunk_size, end, chunk_size):
+            # Numbers first, the length of the hash among them: no two lists of records are equal.
+            record = b"%d,%d,%d;" % (start - chunk, length, len(content)) + content
+            records[chunk] = records.get(chunk, b"") + record
+    # 33 bytes, and tokens have 8 each: no tokens of a longer chunk are taken for them.
+    return {chunk: b";" + hashlib.sha256(record).digest() for chunk, record in records.items()}
+
+
+def _checked(placeholder: Placeholder) -> tuple[int, int, bytes]:
+    start, length, content = placeholder
+    start, length = operator.index(start), operator.index(length)
+    if length < 1:
+        raise ValueError(
+            f"the placeholder at token {start} has {length} tokens, must have at least 1: leave it "
+            "out"
+        )
+    if not isinstance(content, str | bytes):
+        raise TypeError(
+            f"the placeholder at token {start} has a content_hash of type "
+            f"{type(content).__name__}, must be str or bytes: give a digest of its content"
+        )
+    if not content:
+        raise ValueError(
+            f"the placeholder at token {start} has an empty content_hash, must tell its content "
+            "from all others: give a digest of it"
+        )
+    return start, length, content.encode() if isinstance(content, str) else content
 
 
 class BlockHashChunker:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
+import random
 import re
 import struct
 import subprocess
@@ -15,11 +16,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from hidden_cache.errors import ConfigError
-from hidden_cache.keys import RUN_TOKENS, BlockHashChunker, Chunk, TokenChunker, make_namespace
+from hidden_cache.keys import (
+    RUN_TOKENS,
+    BlockHashChunker,
+    Chunk,
+    Placeholder,
+    TokenChunker,
+    make_namespace,
+)
 
 repeatable = settings(derandomize=True, deadline=None, database=None, max_examples=60)
 token_lists = st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=40)
@@ -85,12 +93,156 @@ def test_seed_and_salt_set_apart() -> None:
     assert len(set(keys)) == len(pairs)
 
 
+# Placeholders
+
+content_hashes: st.SearchStrategy[str | bytes] = st.one_of(
+    st.sampled_from(["a", "b", b"a", b"c"]),
+    st.text(min_size=1, max_size=6),
+    st.binary(min_size=1, max_size=6),
+)
+
+
+@st.composite
+def prompts(draw: st.DrawFn) -> tuple[int, list[Placeholder]]:
+    """A number of tokens, and at least one placeholder among them."""
+    steps = draw(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 6)), min_size=1, max_size=4))
+    found, end = [], 0
+    for gap, length in steps:
+        found.append(Placeholder(end + gap, length, draw(content_hashes)))
+        end += gap + length
+    return end + draw(st.integers(0, 12)), found
+
+
+def as_bytes(placeholder: Placeholder) -> tuple[int, int, bytes]:
+    start, length, content = placeholder
+    return start, length, content.encode() if isinstance(content, str) else content
+
+
+def same_tokens(count: int) -> list[int]:
+    """As placeholders have them: nothing but the placeholders tells one token from another."""
+    return [7] * count
+
+
+@repeatable
+@given(prompts(), chunk_sizes, st.data())
+def test_another_content_place_or_length_changes_the_keys_from_its_first_chunk_on(
+    prompt: tuple[int, list[Placeholder]], size: int, data: st.DataObject
+) -> None:
+    count, placeholders = prompt
+    place = data.draw(st.integers(0, len(placeholders) - 1))
+    old = placeholders[place]
+    earliest = sum(placeholders[place - 1][:2]) if place > 0 else 0
+    latest = placeholders[place + 1].start if place + 1 < len(placeholders) else count
+    match data.draw(st.sampled_from(Placeholder._fields)):
+        case "start":
+            new = old._replace(start=data.draw(st.integers(earliest, latest - old.length)))
+        case "length":
+            new = old._replace(length=data.draw(st.integers(1, latest - old.start)))
+        case _:
+            new = old._replace(content_hash=data.draw(content_hashes))
+    assume(as_bytes(new) != as_bytes(old))
+    changed = [*placeholders[:place], new, *placeholders[place + 1 :]]
+    before, after = (
+        keys_of(TokenChunker(size).chunks(same_tokens(count), given))
+        for given in (placeholders, changed)
+    )
+    first = min(old.start, new.start) // size
+    assert before[:first] == after[:first]
+    assert set(before[first:]).isdisjoint(after[first:])
+
+
+@repeatable
+@given(prompts(), chunk_sizes, st.randoms(use_true_random=False))
+def test_equal_placeholders_give_equal_keys_in_any_order(
+    prompt: tuple[int, list[Placeholder]], size: int, random: random.Random
+) -> None:
+    count, placeholders = prompt
+    mixed = random.sample(placeholders, len(placeholders))
+    once, again = (TokenChunker(size).chunks(same_tokens(count), p) for p in (placeholders, mixed))
+    assert once == again
+
+
+@repeatable
+@given(prompts(), chunk_sizes)
+def test_no_content_leaves_the_keys_before_it_and_changes_all_others(
+    prompt: tuple[int, list[Placeholder]], size: int
+) -> None:
+    count, placeholders = prompt
+    without = keys_of(TokenChunker(size).chunks(same_tokens(count)))
+    having = keys_of(TokenChunker(size).chunks(same_tokens(count), placeholders))
+    first = placeholders[0].start // size
+    assert having[:first] == without[:first]
+    assert set(having[first:]).isdisjoint(without[first:])
+
+
+def test_a_longer_prompt_has_the_keys_of_its_beginning() -> None:
+    chunker, image = TokenChunker(4), Placeholder(3, 7, "cat")
+    shorter = chunker.chunks(same_tokens(12), [image])
+    assert chunker.chunks(same_tokens(20), [image, Placeholder(15, 2, "dog")])[:3] == shorter
+
+
+def test_content_cannot_imitate_tokens_of_another_chunk_size() -> None:
+    content = Placeholder(0, 1, struct.pack("<3q", 1, 2, 3))
+    (with_content,) = keys_of(TokenChunker(2).chunks([5, 6], [content]))
+    root = hashlib.sha256(b"0,0;").digest()
+    record = b"0,1,24;" + struct.pack("<3q", 1, 2, 3)
+    hashed = root + struct.pack("<2q", 5, 6) + b";" + hashlib.sha256(record).digest()
+    assert with_content == hashlib.sha256(hashed).digest()
+    assert (len(hashed) - len(root)) % 8 != 0, "as no number of tokens has"
+
+
+@pytest.mark.parametrize(
+    ("placeholders", "message"),
+    [
+        ([(-1, 2, "a")], "covers tokens -1 to 1, must lie within the 8 tokens given: give it with"),
+        ([(6, 3, "a")], "covers tokens 6 to 9, must lie within the 8 tokens given: give it with"),
+        ([(9, 1, "a")], "covers tokens 9 to 10, must lie within the 8 tokens given"),
+        ([(4, 0, "a")], "at token 4 has 0 tokens, must have at least 1: leave it out"),
+        ([(4, -2, "a")], "at token 4 has -2 tokens, must have at least 1"),
+        ([(4, 2, "b"), (2, 3, "a")], "covers tokens 4 to 6, must start at 5 or behind, where"),
+        ([(2, 3, "a"), (2, 3, "a")], "covers tokens 2 to 5, must start at 5 or behind"),
+        ([(2, 3, "")], "at token 2 has an empty content_hash, must tell its content"),
+        ([(2, 3, b"")], "at token 2 has an empty content_hash, must tell its content"),
+    ],
+)
+def test_placeholders_that_cannot_be_are_refused(
+    placeholders: list[tuple[int, int, str | bytes]], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        TokenChunker(4).chunks(range(8), [Placeholder(*given) for given in placeholders])
+
+
+@pytest.mark.parametrize(
+    ("placeholder", "message"),
+    [
+        (
+            (2, 3, 5),
+            "at token 2 has a content_hash of type int, must be str or bytes: give a digest",
+        ),
+        ((2, 3, None), "at token 2 has a content_hash of type NoneType, must be str or bytes"),
+        ((2.5, 3, "a"), "'float' object cannot be interpreted as an integer"),
+    ],
+)
+def test_placeholders_of_other_types_are_refused(placeholder: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        TokenChunker(4).chunks(range(8), [placeholder])
+
+
+# What tokens may be
+
+
 def test_keys_never_change() -> None:
     chunker = TokenChunker(256, seed=b"model", salt=b"tenant")
     keys = [c.key.hex() for c in chunker.chunks(range(512)) if isinstance(c.key, bytes)]
     assert keys == [
         "d89198fd75e571e2b651ef275cd14a6e77895fd0d777225d3422ac03e651af81",
         "3f8ee780e6cb064fb290f14d87e1899c70986b894c6539af34e904541ac0de40",
+    ]
+    image = Placeholder(300, 100, "9f86d081")
+    keys = [c.key.hex() for c in chunker.chunks(range(512), [image]) if isinstance(c.key, bytes)]
+    assert keys == [
+        "d89198fd75e571e2b651ef275cd14a6e77895fd0d777225d3422ac03e651af81",
+        "f3c49da323914a7463f848372c0b62c92c5938ef1ebce91789b30519279d6aa3",
     ]
 
 
