@@ -52,6 +52,14 @@ class Chunker(Protocol):
     @property
     def chunk_size(self) -> int: ...
 
+    @property
+    def stable(self) -> bool:
+        """Whether the keys are the same in every process, as what outlives this one needs."""
+
+    @property
+    def what_makes_stable(self) -> str:
+        """The setting that does, for messages; empty where keys are always stable."""
+
     def chunks(self, token_ids: Any, /) -> list[Chunk]: ...
 
 
@@ -80,11 +88,12 @@ def make_namespace(**identity: str | int) -> bytes:
 class TokenChunker:
     """Keys for use without an engine: a SHA-256 chain over token ids, one link a chunk.
 
-    Keys are stable: the same tokens, seed and salt give the same keys in every process.
-    Thread-safe.
+    Keys are stable: the same tokens, seed, salt and placeholders give the same keys in every
+    process. Thread-safe.
     """
 
     stable = True
+    what_makes_stable = ""
 
     def __init__(
         self, chunk_size: int = DEFAULT_CHUNK_SIZE, *, seed: bytes = b"", salt: bytes = b""
@@ -222,16 +231,43 @@ def _checked(placeholder: Placeholder) -> tuple[int, int, bytes]:
     return start, length, content.encode() if isinstance(content, str) else content
 
 
+def block_hashes_are_stable(hash_algo: str) -> bool:
+    """Whether vLLM's block hashes are the same in every process with this environment.
+
+    They start from a seed: PYTHONHASHSEED where it is set, else a constant for a SHA-256 and a
+    random number for an xxHash (`resolve_none_hash_seed` of vLLM 0.32).
+
+    Args:
+        hash_algo: vLLM's `prefix_caching_hash_algo`.
+    """
+    return hash_algo.startswith("sha256") or "PYTHONHASHSEED" in os.environ
+
+
 class BlockHashChunker:
     """Keys out of an engine's own block hashes, which form a chain already.
 
     vLLM hashes `hash_block_size` tokens at a time, and a hash covers all blocks before its own, the
     LoRA, the cache salt and the content of images. A chunk's key is the hash of its last block
-    behind the namespace. Whether the keys are the same in another process is the engine's doing
-    (vLLM: `PYTHONHASHSEED` or a cbor hash). Thread-safe.
+    behind the namespace. Thread-safe.
     """
 
-    def __init__(self, chunk_size: int, hash_block_size: int, namespace: bytes) -> None:
+    what_makes_stable = (
+        "set PYTHONHASHSEED to the same number for all processes, or vLLM's "
+        "prefix_caching_hash_algo to sha256_cbor"
+    )
+
+    def __init__(
+        self, chunk_size: int, hash_block_size: int, namespace: bytes, *, stable: bool = False
+    ) -> None:
+        """Raises ConfigError for chunks that are not made of whole hash blocks.
+
+        Args:
+            chunk_size: tokens in a chunk.
+            hash_block_size: tokens in one of the engine's block hashes.
+            namespace: prefix of all keys, as from `make_namespace`.
+            stable: whether the engine's hashes are the same in every process, as
+                `block_hashes_are_stable` tells of vLLM's.
+        """
         if chunk_size < 1 or chunk_size % hash_block_size != 0:
             nearest = -(-max(chunk_size, 1) // hash_block_size) * hash_block_size
             raise ConfigError(
@@ -239,6 +275,7 @@ class BlockHashChunker:
                 f"block of {hash_block_size} tokens: set {nearest}"
             )
         self.chunk_size = chunk_size
+        self.stable = stable
         self._blocks = chunk_size // hash_block_size
         self._namespace = namespace
 
@@ -268,6 +305,11 @@ class TokenDatabaseAdapter:
     Thread-safe, as the database is.
     """
 
+    what_makes_stable = (
+        "set PYTHONHASHSEED to the same number for all processes, or LMCache's "
+        "pre_caching_hash_algorithm to sha256_cbor"
+    )
+
     def __init__(self, token_database: Any) -> None:
         """Raises ConfigError for a database whose keys do not cover what stands before a chunk."""
         chunk_size = getattr(token_database, "chunk_size", None)
@@ -284,7 +326,7 @@ class TokenDatabaseAdapter:
     def stable(self) -> bool:
         """Whether the keys are the same in every process.
 
-        A SHA-256 is. Python's own hash and xxHash start from a random number, which
+        Those of a SHA-256 are. Python's own hash and xxHash start from a random number, which
         PYTHONHASHSEED (a number, the same for all processes) sets.
         """
         function = getattr(getattr(self._database, "hash_func", None), "__name__", "")

@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Hashable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,8 @@ from hidden_cache.keys import (
     Chunk,
     Placeholder,
     TokenChunker,
+    TokenDatabaseAdapter,
+    block_hashes_are_stable,
     make_namespace,
 )
 
@@ -465,3 +468,67 @@ def test_a_size_that_is_no_multiple_of_the_hash_block_names_one_that_is(
 def test_the_default_size_is_the_next_multiple(hash_block: int, expected: int) -> None:
     assert BlockHashChunker.default_chunk_size(hash_block) == expected
     BlockHashChunker(expected, hash_block, b"")
+
+
+HASH_ALGORITHMS = ["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"]
+
+
+@pytest.mark.parametrize("seed", [None, "0", "random"])
+@pytest.mark.parametrize("hash_algo", HASH_ALGORITHMS)
+def test_block_hashes_of_a_sha256_or_with_a_seed_are_stable(
+    hash_algo: str, seed: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_seed(seed, monkeypatch)
+    expected = hash_algo.startswith("sha256") or seed is not None
+    assert block_hashes_are_stable(hash_algo) is expected
+
+
+@pytest.mark.engine  # no engine, but as much time
+@pytest.mark.parametrize("seed", [None, "0", "random", ""])
+@pytest.mark.parametrize("hash_algo", HASH_ALGORITHMS)
+def test_block_hashes_are_stable_where_vllm_starts_them_from_the_same_seed(
+    hash_algo: str, seed: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashing = pytest.importorskip("vllm.utils.hashing")
+    kv_cache_utils = pytest.importorskip("vllm.v1.core.kv_cache_utils")
+    set_seed(seed, monkeypatch)
+    function = hashing.get_hash_fn_by_name(hash_algo)
+    # A process asks once: two answers are two processes'.
+    one, other = (kv_cache_utils.resolve_none_hash_seed(function) for _ in range(2))
+    assert block_hashes_are_stable(hash_algo) is (one == other)
+
+
+def set_seed(seed: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    if seed is not None:
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+
+
+# Stable keys
+
+
+@pytest.mark.parametrize("stable", [True, False])
+def test_keys_out_of_block_hashes_are_as_stable_as_the_engine_says(stable: bool) -> None:
+    assert BlockHashChunker(2, 2, b"", stable=stable).stable is stable
+
+
+def test_keys_are_not_stable_unless_told() -> None:
+    assert not BlockHashChunker(2, 2, b"").stable
+
+
+@pytest.mark.parametrize(
+    ("chunker", "settings"),
+    [
+        (TokenChunker(2), []),
+        (BlockHashChunker(2, 2, b""), ["PYTHONHASHSEED", "prefix_caching_hash_algo"]),
+        (
+            TokenDatabaseAdapter(SimpleNamespace(chunk_size=2)),
+            ["PYTHONHASHSEED", "pre_caching_hash_algorithm"],
+        ),
+    ],
+)
+def test_each_chunker_names_what_makes_its_keys_stable(
+    chunker: TokenChunker | BlockHashChunker | TokenDatabaseAdapter, settings: list[str]
+) -> None:
+    assert bool(chunker.what_makes_stable) is bool(settings)
+    assert all(name in chunker.what_makes_stable for name in settings)
