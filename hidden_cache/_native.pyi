@@ -7,6 +7,7 @@ thread-safe and releases the GIL while it copies or waits.
 
 import enum
 from collections.abc import Sequence
+from typing import SupportsIndex
 
 # Layer (its place on the layer axis), first token, number of tokens, slot, first row in the slot.
 Piece = tuple[int, int, int, int, int]
@@ -32,6 +33,18 @@ def why_no_cuda() -> str:
 
 def machine_memory_bytes() -> int:
     """Bytes of memory that this process may use: the machine's, or its control group's limit."""
+
+def pack_tokens(
+    tokens: list[SupportsIndex] | tuple[SupportsIndex, ...], start: int, stop: int
+) -> bytes:
+    """Tokens `[start, stop)` as little-endian int64, side by side. Keeps the GIL.
+
+    Raises:
+        TypeError: `tokens` is no list or tuple, or one of them is no integer and has no
+            `__index__`.
+        OverflowError: a token does not fit 64 bits.
+        IndexError: there are fewer tokens.
+    """
 
 class PagedView:
     """A strided view of paged memory in which rows of bytes lie; it does not own the memory."""

@@ -20,6 +20,7 @@ PYBIND11_MODULE(_native, module) {
     }
   });
 
+  hscache::bind_keys(module);
   hscache::bind_memory(module);
   hscache::bind_results(module);
   hscache::bind_transfers(module);

@@ -23,6 +23,8 @@ struct EndWithoutGil {
 template <class T>
 using WithoutGil = std::unique_ptr<T, EndWithoutGil>;
 
+// pack_tokens.
+void bind_keys(pybind11::module_& module);
 // Element, Arena, ArenaReader, SlotPool.
 void bind_memory(pybind11::module_& module);
 // ChunkTree.
