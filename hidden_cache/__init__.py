@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from hidden_cache.config import HiddenCacheConfig
     from hidden_cache.errors import HiddenCacheError, SampleRefusedError
     from hidden_cache.files import cleanup_hidden_states, load_hidden_states, read_metadata
-    from hidden_cache.keys import TokenChunker
+    from hidden_cache.keys import Placeholder, TokenChunker
     from hidden_cache.store import HiddenStateStore, open_store
 
 __version__ = "0.1.0"
@@ -22,6 +22,7 @@ _HOME = {
     "HiddenCacheConfig": "config",
     "HiddenCacheError": "errors",
     "HiddenStateStore": "store",
+    "Placeholder": "keys",
     "SampleRefusedError": "errors",
     "TokenChunker": "keys",
     "cleanup_hidden_states": "files",
@@ -34,6 +35,7 @@ __all__ = [
     "HiddenCacheConfig",
     "HiddenCacheError",
     "HiddenStateStore",
+    "Placeholder",
     "SampleRefusedError",
     "TokenChunker",
     "__version__",

@@ -96,12 +96,24 @@ class TokenChunker:
     what_makes_stable = ""
 
     def __init__(
-        self, chunk_size: int = DEFAULT_CHUNK_SIZE, *, seed: bytes = b"", salt: bytes = b""
+        self,
+        chunk_size: int = DEFAULT_CHUNK_SIZE,
+        *,
+        seed: bytes = b"",
+        salt: bytes = b"",
+        save_unfull_chunk: bool = False,
     ) -> None:
-        """`seed` and `salt` set apart what must not be shared: models, tenants."""
+        """
+        Args:
+            chunk_size: tokens in a chunk.
+            seed, salt: set apart what must not be shared: models, tenants.
+            save_unfull_chunk: gives a tail that is shorter than a chunk a key too, which no longer
+                prefix finds.
+        """
         if chunk_size < 1:
             raise ConfigError(f"chunk_size is {chunk_size}, must be at least 1 token")
         self.chunk_size = chunk_size
+        self._save_unfull_chunk = save_unfull_chunk
         # Lengths first, so that no two pairs of seed and salt run together to the same bytes.
         lengths = b"%d,%d;" % (len(seed), len(salt))
         self._root = hashlib.sha256(lengths + seed + salt).digest()
@@ -109,7 +121,7 @@ class TokenChunker:
     def chunks(
         self, token_ids: Iterable[int] | torch.Tensor, placeholders: Iterable[Placeholder] = ()
     ) -> list[Chunk]:
-        """The whole chunks of a prefix, in order; a tail shorter than a chunk has none.
+        """The whole chunks of a prefix, in order, and with `save_unfull_chunk` its tail.
 
         Chunks before the first placeholder have the keys that they have without any.
 
@@ -133,13 +145,14 @@ class TokenChunker:
         for first in range(0, len(tokens), run):
             stop = min(first + run, len(tokens))
             packed = pack(tokens, first, stop)
-            for start in range(first, stop - size + 1, size):
+            whole = stop if self._save_unfull_chunk else stop - size + 1
+            for start in range(first, whole, size):
                 place = (start - first) * TOKEN_BYTES
                 hashed = key + packed[place : place + size * TOKEN_BYTES]
                 if start in contents:
                     hashed += contents[start]
                 key = hashlib.sha256(hashed).digest()
-                found.append(Chunk(start, start + size, key))
+                found.append(Chunk(start, min(start + size, stop), key))
         return found
 
 

@@ -142,7 +142,7 @@ class HiddenStateStore:
 
     def store_hidden_states(
         self,
-        token_ids: Sequence[int] | torch.Tensor,
+        token_ids: Sequence[Chunk] | Sequence[int] | torch.Tensor,
         hidden_states: torch.Tensor,
         *,
         layer_idx: int = 0,
@@ -151,7 +151,7 @@ class HiddenStateStore:
         """Stores one layer's rows, chunk by chunk; returns when they are copied.
 
         Args:
-            token_ids: the full prefix, a list or 1-D tensor.
+            token_ids: the full prefix: a list or 1-D tensor, or ordered chunks.
             hidden_states: `[len(token_ids) - token_offset, hidden]` on the CPU or a CUDA device:
                 the rows of `token_ids[token_offset:]`.
             layer_idx: what the layer is called.
@@ -176,7 +176,7 @@ class HiddenStateStore:
             )
         if hidden_states.size(1) < 1:
             raise ValueError("hidden_states has rows of 0 elements: hidden must be 1 or more")
-        num_tokens = len(token_ids)
+        num_tokens = _num_tokens(token_ids)
         if not 0 <= token_offset <= num_tokens:
             raise ValueError(
                 f"token_offset is {token_offset}, must be from 0 to the {num_tokens} token ids"
@@ -719,6 +719,12 @@ class HiddenStateStore:
         while self._dead_views:
             self._index.unpin(self._dead_views.popleft())
         self._index.settle()
+
+
+def _num_tokens(token_ids: Sequence[Chunk] | Sequence[int] | torch.Tensor) -> int:
+    """Of a prefix that is given as token ids or as chunks."""
+    last: Any = token_ids[-1] if len(token_ids) > 0 else None
+    return last.end if isinstance(last, Chunk) else len(token_ids)
 
 
 def _device(device: torch.device | str) -> torch.device:

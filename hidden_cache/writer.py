@@ -181,10 +181,15 @@ class RequestWriter:
         """All rows that were taken, held. The writer takes no more.
 
         Raises:
-            HiddenCacheError: ended already, or the store is closed or was reset.
+            HiddenCacheError: ended already, or the store is closed or was reset; then it is
+                abandoned.
         """
         with self._store._guard():
-            self._check_usable()
+            try:
+                self._check_usable()
+            except HiddenCacheError:
+                self._abandon()
+                raise
             self._ended = True
             taken = [chunk for chunk in self._chunks if chunk.start < self.num_tokens]
             self._let_go(self._chunks[len(taken) :])
@@ -203,10 +208,7 @@ class RequestWriter:
     def abandon(self) -> None:
         """Gives up: chunks that are whole stay in the pool, the rest goes. Idempotent."""
         with self._store._guard():
-            if self._ended:
-                return
-            self._ended = True
-            self._let_go(self._chunks)
+            self._abandon()
 
     @property
     def source_free(self) -> bool:
@@ -471,6 +473,11 @@ class RequestWriter:
         if surplus:
             index.retire(chunk.form, surplus, chunk.tickets)
         chunk.slots = {}
+
+    def _abandon(self) -> None:
+        if not self._ended:
+            self._ended = True
+            self._let_go(self._chunks)
 
     def _let_go(self, chunks: Sequence[_Chunk]) -> None:
         index = self._store._index

@@ -532,3 +532,14 @@ def test_each_chunker_names_what_makes_its_keys_stable(
 ) -> None:
     assert bool(chunker.what_makes_stable) is bool(settings)
     assert all(name in chunker.what_makes_stable for name in settings)
+
+
+def test_a_tail_has_a_key_where_it_is_asked_for() -> None:
+    whole = TokenChunker(4).chunks(range(10))
+    with_tail = TokenChunker(4, save_unfull_chunk=True).chunks(range(10))
+    assert with_tail[:2] == whole
+    assert (with_tail[2].start, with_tail[2].end) == (8, 10)
+    # Neither the chunk that it grows into nor a longer tail is the same.
+    longer = TokenChunker(4, save_unfull_chunk=True).chunks(range(11))
+    assert with_tail[2].key not in {longer[2].key, TokenChunker(4).chunks(range(12))[2].key}
+    assert TokenChunker(4, save_unfull_chunk=True).chunks(range(8)) == whole
