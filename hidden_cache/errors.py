@@ -34,6 +34,10 @@ class QueueFullError(HiddenCacheError):
     """As many transfers are pending as may be; room appears as they end."""
 
 
+class MissingRowsError(HiddenCacheError):
+    """Rows that were to be in the pool are not."""
+
+
 class TransferError(HiddenCacheError):
     """A transfer failed; the text is the engine's own."""
 

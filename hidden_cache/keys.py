@@ -297,18 +297,23 @@ class BlockHashChunker:
         """The default, or the next multiple of the hash block above it."""
         return -(-DEFAULT_CHUNK_SIZE // hash_block_size) * hash_block_size
 
-    def chunks(self, block_hashes: Sequence[bytes], num_tokens: int) -> list[Chunk]:
-        """Covers tokens `[0, num_tokens)` wholly: keyed chunks as far as there are hashes, then
-        chunks without a key, the last of them perhaps short."""
+    def chunks(
+        self, block_hashes: Sequence[bytes], num_tokens: int, *, first: int = 0
+    ) -> list[Chunk]:
+        """The whole chunks of tokens `[0, num_tokens)` that there are hashes for, in order.
+
+        Leaves out the first `first` of them.
+        """
         size = self.chunk_size
-        found = []
-        for start in range(0, num_tokens, size):
-            end = min(start + size, num_tokens)
-            last_block = end // size * self._blocks - 1
-            keyed = end - start == size and last_block < len(block_hashes)
-            key = self._namespace + bytes(block_hashes[last_block]) if keyed else None
-            found.append(Chunk(start, end, key))
-        return found
+        count = min(num_tokens // size, len(block_hashes) // self._blocks)
+        return [
+            Chunk(
+                place * size,
+                (place + 1) * size,
+                self._namespace + bytes(block_hashes[(place + 1) * self._blocks - 1]),
+            )
+            for place in range(first, count)
+        ]
 
 
 class TokenDatabaseAdapter:

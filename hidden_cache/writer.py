@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from hidden_cache import _native
-from hidden_cache.errors import HiddenCacheError, PoolFullError, QueueFullError
+from hidden_cache.errors import (
+    HiddenCacheError,
+    MissingRowsError,
+    PoolFullError,
+    QueueFullError,
+)
 from hidden_cache.formats import RowFormat
 from hidden_cache.index import NONE
 from hidden_cache.keys import Chunk
@@ -35,7 +40,7 @@ class _Chunk(HeldChunk):
 
     Attributes:
         shared: nothing of it was missing when the request came to it.
-        tickets: the transfers into `slots` that were not done when last looked at.
+        tickets: the transfers that bring it and were not done when last looked at.
     """
 
     start: int = 0
@@ -78,7 +83,8 @@ class RequestWriter:
         self._start = 0 if before is None else before.end
         self._parent_key = None if before is None else before.key
         self._kind: _Kind | None = None
-        # Of what was rewound: none of it may be in flight when other rows take its place.
+        self._in_flight: list[_native.Ticket] = []  # those that failed too
+        # When rows were rewound: none of it may be in flight when others take their place.
         self._before: list[_native.Ticket] = []
         self._ended = False
         self._epoch = store.weights_epoch
@@ -123,6 +129,7 @@ class RequestWriter:
         num_tokens: int,
         chunks: Sequence[Chunk] = (),
         *,
+        first_token: int = 0,
         stream: int | None = None,
     ) -> None:
         """Takes rows up to token `num_tokens` out of a paged cache; only enqueues.
@@ -130,16 +137,28 @@ class RequestWriter:
         Args:
             paged: `[num_blocks, layers, block_size, hidden]`, any strides before the last. Blocks
                 must stay untouched until `source_free`.
-            block_ids: the request's block table, from its first token on.
+            block_ids: the request's block table, or the part of it that is still needed.
             num_tokens: how many rows the request has then; no fewer than now.
+            first_token: the first of `block_ids[0]`.
             chunks, stream, errors: as `append`; and IndexError for a block that is not there.
         """
         self._store._check_paged(paged, self.layer_idxs)
-        self._append(
-            Source(paged, list(block_ids), 0, current_stream(paged, stream)), num_tokens, chunks
-        )
+        if self.num_tokens < first_token:
+            raise ValueError(
+                f"block_ids begin at token {first_token}, rows are there up to {self.num_tokens}: "
+                "give the block table from there on"
+            )
+        stream = current_stream(paged, stream)
+        self._append(Source(paged, list(block_ids), first_token, stream), num_tokens, chunks)
 
-    def reserve(self, like: torch.Tensor, num_tokens: int, chunks: Sequence[Chunk] = ()) -> None:
+    def reserve(
+        self,
+        like: torch.Tensor,
+        num_tokens: int,
+        chunks: Sequence[Chunk] = (),
+        *,
+        must_be_there: bool = False,
+    ) -> None:
         """Makes sure of room for rows up to token `num_tokens`, and holds what is there of them.
 
         Rows that come step by step find their place then, and chunks of a layer lie side by side.
@@ -147,10 +166,12 @@ class RequestWriter:
         Args:
             like: the paged cache, or rows `[n, layers, hidden]`, that they will come from.
             num_tokens, chunks, errors: as `append_paged`.
+            must_be_there: rows that nobody can bring: they are in the pool, or it raises
+                MissingRowsError and holds nothing.
         """
         with self._store._guard():
             kind = self._kind_of(like)
-            opened = self._open(kind, num_tokens, chunks)
+            opened = self._open(kind, num_tokens, chunks, must_be_there=must_be_there)
             self._kind = kind
             self._chunks += opened
             self._learn(chunks)
@@ -170,9 +191,7 @@ class RequestWriter:
             )
         with self._store._guard():
             self._check_usable()
-            for chunk in self._chunks:
-                if chunk.slots and chunk.end > num_tokens:
-                    self._before += [t for t in chunk.tickets if not t.ended]
+            self._before = [ticket for ticket in self._in_flight if not ticket.ended]
             self.num_tokens = num_tokens
 
     # --- the end --------------------------------------------------------------------------
@@ -198,7 +217,7 @@ class RequestWriter:
                 taken,
                 num_tokens=self.num_tokens - self._start,
                 layer_idxs=self.layer_idxs,
-                tickets=self._tickets(),
+                tickets=[ticket for ticket in self._in_flight if not ticket.done],
                 tokens_from_pool=self.tokens_from_pool,
                 new_chunks=self.new_chunks,
                 hidden=0 if self._kind is None else self._kind.rows.hidden,
@@ -213,7 +232,12 @@ class RequestWriter:
     @property
     def source_free(self) -> bool:
         """Whether nothing that was taken is still read from where it was."""
-        return all(ticket.ended for ticket in self._tickets())
+        return all(ticket.ended for ticket in self._in_flight)
+
+    @property
+    def num_known(self) -> int:
+        """Chunks that were given so far."""
+        return len(self._known)
 
     @property
     def tokens_from_pool(self) -> int:
@@ -223,12 +247,6 @@ class RequestWriter:
             for chunk in self._chunks
             if chunk.shared and chunk.start < self.num_tokens
         )
-
-    def _tickets(self) -> list[_native.Ticket]:
-        found = list(self._before)
-        for chunk in self._chunks:
-            found += [ticket for ticket in chunk.tickets if ticket not in found]
-        return found
 
     # --- inside, under the store's lock ---------------------------------------------------
 
@@ -295,7 +313,13 @@ class RequestWriter:
             )
 
     def _open(
-        self, kind: _Kind, stop: int, chunks: Sequence[Chunk], *, fit: bool = False
+        self,
+        kind: _Kind,
+        stop: int,
+        chunks: Sequence[Chunk],
+        *,
+        fit: bool = False,
+        must_be_there: bool = False,
     ) -> list[_Chunk]:
         """Finds or makes a place for all chunks up to token `stop`; gives those that are new."""
         index = self._store._index
@@ -319,6 +343,10 @@ class RequestWriter:
             lacking = [index.missing(chunk.number, self.layer_idxs) for chunk in opened]
             for chunk, names in zip(opened, lacking, strict=True):
                 chunk.shared = not names
+                if names and must_be_there:
+                    raise MissingRowsError(
+                        f"layers {names} of tokens {chunk.start} to {chunk.end} are not in the pool"
+                    )
             if not fit:
                 self._check_formats(kind, opened, lacking)
             for layer in self.layer_idxs:
@@ -426,6 +454,8 @@ class RequestWriter:
     def _note(self, first: int, stop: int, ticket: _native.Ticket | None) -> None:
         """Rows up to `stop` are taken: chunks that are whole now are everybody's."""
         counts = self._store._counts
+        if ticket is not None:
+            self._in_flight = [t for t in self._in_flight if not t.done] + [ticket]
         for place in range(first, len(self._chunks)):
             chunk = self._chunks[place]
             count = min(chunk.end, stop) - max(chunk.start, self.num_tokens)

@@ -87,7 +87,7 @@ def test_rows_out_of_a_cache_in_steps_of_any_size(
         # As much of the block table, and as many keys, as there are by then.
         known = [chunk for chunk in chunks if chunk.start < stop]
         writer.append_paged(
-            paged, block_ids[: -(-stop // 3)], stop, known[len(writer._known) :], stream=None
+            paged, block_ids[: -(-stop // 3)], stop, known[writer.num_known :], stream=None
         )
         assert writer.num_tokens == stop
     held = writer.finish()
@@ -132,7 +132,7 @@ def test_any_steps_rewinds_and_neighbours_leave_each_request_its_rows(seed: int)
                 if choose.random() < 0.5:  # keys that come as late as they may
                     known = [chunk for chunk in known if chunk.end <= stop]
                 try:
-                    append(writer, rows, stop, known[len(writer._known) :])
+                    append(writer, rows, stop, known[writer.num_known :])
                 except PoolFullError:
                     writer.abandon()
                     del live[place]
