@@ -407,7 +407,13 @@ def with_non_finite(*places: tuple[int, int]) -> torch.Tensor:
 def write_looking(path: str, rows: torch.Tensor, non_finite: str) -> Written:
     ids = torch.arange(len(rows))
     return write_sample(
-        path, ids, (len(rows), 2, 3), rows.dtype, rows.split(2), {"a": "b"}, non_finite=non_finite
+        path,
+        ids,
+        (len(rows), 2, 3),
+        rows.dtype,
+        torch.split(rows, 2),
+        {"a": "b"},
+        non_finite=non_finite,
     )
 
 
@@ -472,7 +478,7 @@ def test_a_write_can_be_given_up_before_each_piece_and_before_it_is_published(
             torch.arange(6),
             (6, 2, 3),
             rows.dtype,
-            rows.split(2),
+            torch.split(rows, 2),
             {},
             give_up=give_up,
         )

@@ -28,7 +28,9 @@ def test_every_pattern_of_bits_is_told_right(dtype: torch.dtype) -> None:
     count = 1 << (8 * dtype.itemsize)
     patterns = torch.arange(count).to(kind).view(dtype).view(count, 1, 1)
     expected = ~is_finite(patterns).view(count)
-    found = torch.tensor([count_non_finite(pattern)[0] for pattern in patterns.split(1)]).bool()
+    found = torch.tensor(
+        [count_non_finite(pattern)[0] for pattern in torch.split(patterns, 1)]
+    ).bool()
     assert torch.equal(found, expected)
     assert count_non_finite(patterns) == (int(expected.sum()), int(expected.nonzero()[0]))
 

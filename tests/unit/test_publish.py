@@ -294,11 +294,12 @@ def test_looking_ends(writer: Callable[[], Writer], tmp_path: Path) -> None:
 def test_a_writer_whose_new_file_is_taken_for_dead_makes_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flock, swept = fcntl.flock, []
+    flock = fcntl.flock
+    swept: list[bool] = []
 
     def sweep_first(fd: int, how: int) -> None:
         if not swept:
-            swept.append(0)
+            swept.append(False)
             (name,) = temporaries(tmp_path)
             with folder_of(os.path.join(tmp_path, "")) as (folder, _):
                 swept[0] = publish._remove_if_dead(folder, name, time.time() + 60)
