@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -63,8 +64,11 @@ class Lease:
         """Whether the paged memory is not read any more: its blocks may be reused."""
         return self.ticket is None or self.ticket.ended
 
-    def wait(self) -> None:
-        """Waits until all rows are in the pool. It ends: every transfer is done or fails.
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Waits until all rows are in the pool; by default until they are or a transfer fails.
+
+        Returns:
+            Whether they are; False only where `timeout_s` seconds have passed first.
 
         Raises:
             TransferError: a transfer that brings some of them failed.
@@ -72,10 +76,13 @@ class Lease:
         """
         with self._store._guard():
             tickets = self._tickets()
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         for ticket in tickets:
-            ticket.wait()
+            if not ticket.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):
+                return False
             if ticket.error is not None:
                 raise TransferError(ticket.error)
+        return True
 
     def _tickets(self) -> list[_native.Ticket]:
         if self._released:
