@@ -13,7 +13,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,16 @@ _WORDS = {
     "huge_pages": ("off", "advise", "hugetlb"),
     "numa": ("auto", "off"),
     "storage_dtype": ("", "float32", "float16", "bfloat16", "float8"),
+    "non_finite": ("refuse", "mark", "allow"),
+    "when_full": ("block", "drop"),
+}
+# Settings of the vLLM connector and their kinds: it reads them where it reads the store's, in an
+# engine's extra config and in the environment.
+_CONNECTOR_KINDS: dict[str, type] = {
+    "custom_path_root": os.PathLike,
+    "non_finite": str,
+    "publish_deadline_s": float,
+    "when_full": str,
 }
 # LMCache's names for settings of the store, and what holds where its file does not give them.
 _LMCACHE_DEFAULTS = {
@@ -218,9 +228,24 @@ def _from_lmcache(theirs: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _ours(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The keys with our prefix, without it; refuses unknown ones."""
-    known = [field.name for field in dataclasses.fields(HiddenCacheConfig)]
+def connector_settings(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """The vLLM connector's own `hscache_*` settings out of a `kv_connector_extra_config`, over
+    those of the environment; only what is given, without the prefix.
+
+    Raises:
+        ConfigError: a value of the wrong kind.
+    """
+    given = _from_environment(_CONNECTOR_KINDS) | _ours(extra, "setting", _CONNECTOR_KINDS)
+    return {name: _parse(name, value, _CONNECTOR_KINDS[name]) for name, value in given.items()}
+
+
+def _ours(
+    settings: Mapping[str, Any], where: str, wanted: Collection[str] | None = None
+) -> dict[str, Any]:
+    """The keys with our prefix, without it: the store's, or those wanted. Refuses unknown ones."""
+    stores = [field.name for field in dataclasses.fields(HiddenCacheConfig)]
+    wanted = stores if wanted is None else wanted
+    known = [*stores, *_CONNECTOR_KINDS]
     found: dict[str, Any] = {}
     for key, value in settings.items():
         name = str(key).lower()
@@ -233,13 +258,15 @@ def _ours(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
                 f"{where}: unknown key {key}; the nearest is {PREFIX}{nearest} (all: "
                 f"{', '.join(PREFIX + name for name in known)})"
             )
-        found[name] = value
+        if name in wanted:
+            found[name] = value
     return found
 
 
-def _from_environment() -> dict[str, Any]:
+def _from_environment(wanted: Collection[str] | None = None) -> dict[str, Any]:
     reserved = tuple(PREFIX.upper() + name for name in _RESERVED)
-    return _ours({k: v for k, v in os.environ.items() if not k.startswith(reserved)}, "environment")
+    settings = {k: v for k, v in os.environ.items() if not k.startswith(reserved)}
+    return _ours(settings, "environment", wanted)
 
 
 def _parse(name: str, value: Any, kind: type) -> Any:
@@ -259,6 +286,10 @@ def _parse(name: str, value: Any, kind: type) -> Any:
         return _seconds(name, value)
     if kind is str:
         return _word(name, value)
+    if kind is os.PathLike:
+        if isinstance(value, str | os.PathLike) and os.fspath(value):
+            return os.fspath(value)
+        raise ConfigError(f"{PREFIX}{name} is {value!r}: set a folder's path")
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     match = re.fullmatch(r"\s*(-?\d+)\s*(|[kmg]i?)b?\s*", str(value).lower())

@@ -50,6 +50,28 @@ class DamagedSampleError(HiddenCacheError):
     """A file that is no sample, or not a whole one."""
 
 
+class NonFiniteRowsError(HiddenCacheError):
+    """Rows that hold an infinity or a NaN, where that is refused.
+
+    Attributes:
+        rows: how many, each of one token and one layer.
+        of: how many rows there are.
+        first_token: the first token that has one.
+    """
+
+    def __init__(self, rows: int, of: int, first_token: int) -> None:
+        super().__init__(
+            f"{rows} of {of} rows hold an infinity or a NaN, the first at token {first_token}: set "
+            "hscache_non_finite to mark or allow to have the sample all the same"
+        )
+        self.rows = rows
+        self.of = of
+        self.first_token = first_token
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return NonFiniteRowsError, (self.rows, self.of, self.first_token)
+
+
 class SampleRefusedError(HiddenCacheError):
     """There is a reason instead of a sample.
 
@@ -57,7 +79,8 @@ class SampleRefusedError(HiddenCacheError):
         path: where the sample would have been.
         request_id: whose it is, empty where unknown.
         reason: one word for programs: `aborted`, `incomplete`, `pool_full`, `write_failed`,
-            `transfer_failed`, `shutdown`, `writer_died`.
+            `transfer_failed`, `non_finite`, `deadline`, `too_many_files`, `shutdown`,
+            `writer_died`.
         detail: a sentence for people.
     """
 

@@ -3,10 +3,12 @@
 A sample appears whole or not at all: it is written beside its place and renamed into it. While it
 is being made a `.lock` file beside it is locked exclusively (flock), so that a reader sleeps until
 the writer has published it, or has died. Where there is a reason instead of a sample it stands in
-`.error`, published whole before the lock is released.
+`.error`, published whole before the lock is released; where the folder takes no file any more, in
+the lock's own file.
 
 The file holds `token_ids [tokens]` int64 and `hidden_states [tokens, layers, hidden]`; its metadata
-holds `hscache_version`, and model, layer ids, positions and weights epoch where they are known.
+holds `hscache_version`, and model, layer ids, positions and weights epoch where they are known, and
+`non_finite_rows` where the rows were looked at.
 Format: https://github.com/huggingface/safetensors (8 bytes header length, JSON header, data).
 """
 
@@ -17,22 +19,33 @@ import fcntl
 import hashlib
 import json
 import os
-import secrets
+import resource
 import struct
 import time
 import urllib.parse
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hidden_cache.errors import DamagedSampleError, SampleRefusedError, UnsupportedVersionError
+from hidden_cache.errors import (
+    DamagedSampleError,
+    NonFiniteRowsError,
+    SampleRefusedError,
+    UnsupportedVersionError,
+)
+from hidden_cache.finite import count_non_finite
+from hidden_cache.publish import claim, folder_of, is_temporary, published
 
 FORMAT_VERSION = "1.0"
 SUFFIX = ".safetensors"
 _MAX_NAME_BYTES = 200
+_MAX_FILE_NAME = 255  # bytes
 _POLL_S = 0.01
+# What writers and the engine need beside the locks of live requests, at the least.
+_FEWEST_SPARE_FILES = 32
 _DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -63,6 +76,16 @@ def sample_name(request_id: str) -> str:
     return (name or "=") + SUFFIX
 
 
+def is_reserved(name: str) -> bool:
+    """Whether a sample cannot have this file name: there must be room for what lies beside it, and
+    it must not be what lies beside another."""
+    return (
+        len(os.fsencode(error_path(name))) > _MAX_FILE_NAME
+        or name.endswith((lock_path(""), error_path("")))
+        or is_temporary(name)
+    )
+
+
 def lock_path(path: str | Path) -> str:
     return f"{path}.lock"
 
@@ -75,59 +98,71 @@ def error_path(path: str | Path) -> str:
 
 
 class SampleLock:
-    """The writer's exclusive lock on a sample to come. It dies with the process."""
+    """The writer's exclusive lock on a sample to come. It dies with the process.
 
-    def __init__(self, path: str) -> None:
+    Not thread-safe. It holds one file descriptor until it is released.
+    """
+
+    def __init__(self, path: str, root: str | None = None) -> None:
         """Takes the lock and clears away what an earlier request of that name left.
 
+        Args:
+            path: of the sample.
+            root: as for `write_sample`.
+
         Raises:
-            BlockingIOError: another writer holds it.
+            BlockingIOError: another writer holds it; nothing of it was touched.
             OSError: the folder does not allow it.
         """
-        with contextlib.suppress(FileNotFoundError), open(lock_path(path)) as other:
-            fcntl.flock(other.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
-        # Locked before it has its name: a reader never finds it unlocked.
-        temporary = _temporary_beside(lock_path(path))
-        self._fd = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+        self.path = path
+        self._root = root
+        with folder_of(path, root) as (folder, name):
+            self._fd = claim(folder, lock_path(name))
+            try:
+                for stale in (name, error_path(name)):
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(stale, dir_fd=folder)
+            except OSError:
+                self.release()
+                raise
+
+    @property
+    def open_files_limit(self) -> int | None:
+        """The most files that this process may have open, where this lock takes one that the
+        process had better keep for other things; None where there are enough."""
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if limit == resource.RLIM_INFINITY:
+            return None
+        # The kernel gives the lowest number that is free: a high one means that those below are.
+        return limit if self._fd >= limit - max(_FEWEST_SPARE_FILES, limit // 8) else None
+
+    def refuse(self, request_id: str, reason: str, detail: str) -> None:
+        """Tells whoever waits why there is no sample, and lets go. Does nothing once released.
+
+        Raises:
+            OSError: no file could be made for the reason. `load_hidden_states` finds it in the
+                lock's own file then, where at least that could be written.
+        """
+        if self._fd < 0:
+            return
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.rename(temporary, lock_path(path))
-            for stale in (path, error_path(path)):
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(stale)
+            write_error(self.path, request_id, reason, detail, root=self._root)
         except OSError:
-            os.close(self._fd)
             with contextlib.suppress(OSError):
-                os.unlink(temporary)
+                _write_all(self._fd, _refusal_text(request_id, reason, detail))
             raise
+        finally:
+            self.release()
 
     def release(self) -> None:
         """Lets readers go on. Idempotent."""
         if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-
-def _temporary_beside(path: str) -> str:
-    folder, name = os.path.split(path)
-    return os.path.join(folder, f".{name[:_MAX_NAME_BYTES]}.{secrets.token_hex(4)}.tmp")
-
-
-@contextlib.contextmanager
-def _published(path: str) -> Iterator[int]:
-    """A file descriptor whose file takes its place at `path` when the block ends well."""
-    temporary = _temporary_beside(path)
-    fd = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-    try:
-        try:
-            yield fd
-        finally:
-            os.close(fd)
-        os.rename(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
+            fd, self._fd = self._fd, -1
+            try:
+                # Closing is not enough where a child of this process has inherited the file.
+                fcntl.flock(fd, fcntl.LOCK_UN)
+            finally:
+                os.close(fd)
 
 
 def _write_all(fd: int, data: bytes | memoryview) -> None:
@@ -141,6 +176,19 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(flat)
 
 
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What `write_sample` has published.
+
+    Attributes:
+        size_bytes: of the file.
+        non_finite_rows: rows with an infinity or a NaN; 0 where nobody looked.
+    """
+
+    size_bytes: int
+    non_finite_rows: int
+
+
 def write_sample(
     path: str,
     token_ids: torch.Tensor,
@@ -148,8 +196,12 @@ def write_sample(
     dtype: torch.dtype,
     pieces: Iterable[torch.Tensor],
     metadata: Mapping[str, str],
-) -> int:
-    """Publishes a sample at `path` (mode 0600); returns its size in bytes.
+    *,
+    non_finite: str = "allow",
+    give_up: Callable[[], None] | None = None,
+    root: str | None = None,
+) -> Written:
+    """Publishes a sample at `path` (mode 0600).
 
     Args:
         path: where; its folder must exist.
@@ -159,11 +211,20 @@ def write_sample(
         pieces: the hidden states in order, each `[n, layers, hidden]`, together `tokens` rows. A
             piece is written before the next one is asked for, so that one buffer can serve all.
         metadata: strings for the file's metadata; `hscache_version` is added.
+        non_finite: what becomes of a sample with rows (of one token and layer) that hold an
+            infinity or a NaN. "refuse": it is not published; "mark": it is, and metadata has their
+            number as `non_finite_rows`; "allow": nobody looks.
+        give_up: called before each piece and before publishing; what it raises ends the write.
+        root: no link below this folder is followed and no file made outside it, missing folders
+            below it are made; `path` must be free of links (`os.path.realpath`).
 
     Raises:
         ValueError: pieces or token ids that do not make up the shape, a dtype that a sample does
             not take.
-        OSError: the disk or the folder does not take it. Nothing is left behind then.
+        NonFiniteRowsError: there are such rows, and they are to be refused.
+        OSError: the disk or the folder does not take it.
+
+    Whatever is raised, nothing is left behind, and what was at `path` stays.
     """
     if dtype not in _DTYPE_NAMES:
         raise ValueError(
@@ -174,44 +235,76 @@ def write_sample(
         raise ValueError(f"{token_ids.numel()} token ids for {tokens} tokens: pass all or none")
     ids_bytes = token_ids.numel() * 8
     total = tokens * layers * hidden * dtype.itemsize
-    header = {
-        "__metadata__": {"hscache_version": FORMAT_VERSION, **metadata},
-        "token_ids": {
-            "dtype": "I64",
-            "shape": [token_ids.numel()],
-            "data_offsets": [0, ids_bytes],
-        },
-        "hidden_states": {
-            "dtype": _DTYPE_NAMES[dtype],
-            "shape": list(shape),
-            "data_offsets": [ids_bytes, ids_bytes + total],
-        },
-    }
-    # A request id may hold half of a surrogate pair, which no reader of the format takes.
-    text = json.dumps(header, ensure_ascii=False).encode(errors="replace")
-    text += b" " * (-len(text) % 8)
-    written = 0
-    with _published(path) as fd:
-        _write_all(fd, struct.pack("<Q", len(text)) + text)
+    looks = non_finite != "allow"
+
+    def header(non_finite_rows: int) -> bytes:
+        found = {"non_finite_rows": str(non_finite_rows)} if looks else {}
+        fields = {
+            "__metadata__": {"hscache_version": FORMAT_VERSION, **metadata, **found},
+            "token_ids": {
+                "dtype": "I64",
+                "shape": [token_ids.numel()],
+                "data_offsets": [0, ids_bytes],
+            },
+            "hidden_states": {
+                "dtype": _DTYPE_NAMES[dtype],
+                "shape": list(shape),
+                "data_offsets": [ids_bytes, ids_bytes + total],
+            },
+        }
+        # A request id may hold half of a surrogate pair, which no reader of the format takes.
+        return json.dumps(fields, ensure_ascii=False).encode(errors="replace")
+
+    # Their number is known when all rows have passed: the header has room for any.
+    room = len(header(tokens * layers))
+    room += -room % 8
+    written, bad_rows, first_bad = 0, 0, 0
+    with published(path, root) as fd:
+        _write_all(fd, struct.pack("<Q", room) + header(0).ljust(room))
         _write_all(fd, _bytes_of(token_ids.to(torch.int64)))
         for piece in pieces:
+            if give_up is not None:
+                give_up()
             if piece.dtype != dtype or tuple(piece.shape[1:]) != (layers, hidden):
                 raise ValueError(
                     f"a piece is {list(piece.shape)} of {piece.dtype}, must be [n, {layers}, "
                     f"{hidden}] of {dtype}"
                 )
-            _write_all(fd, _bytes_of(piece))
+            piece = piece.contiguous()
+            if looks:
+                count, first = count_non_finite(piece)
+                if count and not bad_rows:
+                    first_bad = written // (layers * hidden * dtype.itemsize) + first
+                bad_rows += count
+            if not bad_rows or non_finite == "mark":  # what is not published is only counted
+                _write_all(fd, _bytes_of(piece))
             written += piece.numel() * dtype.itemsize
         if written != total:
             raise ValueError(f"the pieces are {written} bytes, must be {total} for {list(shape)}")
-    return 8 + len(text) + ids_bytes + total
+        if bad_rows and non_finite != "mark":
+            raise NonFiniteRowsError(bad_rows, tokens * layers, first_bad)
+        if bad_rows:
+            os.lseek(fd, 8, os.SEEK_SET)
+            _write_all(fd, header(bad_rows).ljust(room))
+        if give_up is not None:
+            give_up()
+    return Written(8 + room + ids_bytes + total, bad_rows)
 
 
-def write_error(path: str, request_id: str, reason: str, detail: str) -> None:
-    """Publishes why there is no sample at `path`. Raises OSError where the folder refuses it."""
+def write_error(
+    path: str, request_id: str, reason: str, detail: str, *, root: str | None = None
+) -> None:
+    """Publishes why there is no sample at `path`. Raises OSError where the folder refuses it.
+
+    `root` is as for `write_sample`.
+    """
+    with published(error_path(path), root) as fd:
+        _write_all(fd, _refusal_text(request_id, reason, detail))
+
+
+def _refusal_text(request_id: str, reason: str, detail: str) -> bytes:
     refusal = {"version": 1, "request_id": request_id, "reason": reason, "detail": detail}
-    with _published(error_path(path)) as fd:
-        _write_all(fd, json.dumps(refusal).encode())
+    return json.dumps(refusal).encode()
 
 
 # --- reading --------------------------------------------------------------------------------
@@ -243,10 +336,15 @@ def load_hidden_states(path: str | Path, timeout: float | None = None) -> dict[s
             with open(lock_path(path)) as lock:
                 _lock_shared(lock.fileno(), path, deadline)
                 if _is_current(lock.fileno(), lock_path(path)):
-                    return _load(path, locked=True)
+                    try:
+                        return _load(path)
+                    except FileNotFoundError as error:
+                        # A request that has come since takes away what was there before it.
+                        if _is_current(lock.fileno(), lock_path(path)):
+                            raise _told_by_lock(lock.fileno(), path) from error
         except FileNotFoundError:
             try:
-                return _load(path, locked=False)
+                return _load(path)
             except FileNotFoundError:
                 if deadline is None or time.monotonic() >= deadline:
                     raise
@@ -274,7 +372,7 @@ def _is_current(fd: int, path: str) -> bool:
         return True  # cleaned up beside us: the sample, if it is still there, is the one
 
 
-def _load(path: str, *, locked: bool) -> dict[str, torch.Tensor]:
+def _load(path: str) -> dict[str, torch.Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -289,14 +387,24 @@ def _load(path: str, *, locked: bool) -> dict[str, torch.Tensor]:
     except SafetensorError as error:
         raise DamagedSampleError(f"{path} cannot be read: {error}: remove it") from error
     except FileNotFoundError as error:
-        if not locked:
-            raise FileNotFoundError(
-                f"{path}: neither a sample, nor a reason, nor a writer is there: check the path, "
-                "or pass timeout= to wait for one to appear"
-            ) from error
-        raise SampleRefusedError(
-            path, "", "writer_died", "the writer let go of its lock without a sample or a reason"
+        raise FileNotFoundError(
+            f"{path}: neither a sample, nor a reason, nor a writer is there: check the path, or "
+            "pass timeout= to wait for one to appear"
         ) from error
+
+
+def _told_by_lock(fd: int, path: str) -> SampleRefusedError:
+    """Why a lock was let go of with neither a sample nor a reason beside it."""
+    text = os.pread(fd, 1 << 20, 0)
+    if text:
+        return SampleRefusedError(path, *_parse_refusal(text))
+    return SampleRefusedError(
+        path,
+        "",
+        "writer_died",
+        "the writer let go of its lock without a sample or a reason: it was killed, or the disk "
+        "took neither; the engine's log says more",
+    )
 
 
 def _check_sample(path: str, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -348,14 +456,18 @@ def read_metadata(path: str | Path) -> dict[str, str]:
     return metadata
 
 
-def cleanup_hidden_states(path: str | Path, keep_hidden_states: bool = False) -> None:
+def cleanup_hidden_states(
+    path: str | Path, keep_hidden_states: bool = False, *, root: str | None = None
+) -> None:
     """Removes a sample with its lock and error files; what is not there is no error.
 
     Args:
         path: of the sample.
         keep_hidden_states: leave the sample itself.
+        root: as for `write_sample`.
     """
-    doomed = [lock_path(path), error_path(path)] + ([] if keep_hidden_states else [str(path)])
-    for name in doomed:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
+    with contextlib.suppress(FileNotFoundError), folder_of(str(path), root) as (folder, name):
+        for doomed in (lock_path(name), error_path(name), name):
+            if doomed != name or not keep_hidden_states:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(doomed, dir_fd=folder)

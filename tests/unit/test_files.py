@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
+import pickle
+import resource
+import shutil
 import signal
 import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +30,13 @@ from hidden_cache import files
 from hidden_cache.errors import (
     DamagedSampleError,
     HiddenCacheError,
+    NonFiniteRowsError,
     SampleRefusedError,
     UnsupportedVersionError,
 )
 from hidden_cache.files import (
     SampleLock,
+    Written,
     cleanup_hidden_states,
     error_path,
     load_hidden_states,
@@ -54,7 +60,7 @@ def rows_of(tokens: int = 5, dtype: torch.dtype = torch.float32) -> torch.Tensor
     return torch.arange(tokens * 2 * 3).view(tokens, 2, 3).to(dtype)
 
 
-def write(path: str, rows: torch.Tensor | None = None, **metadata: str) -> int:
+def write(path: str, rows: torch.Tensor | None = None, **metadata: str) -> Written:
     rows = rows_of() if rows is None else rows
     ids = torch.arange(len(rows)) + 100
     pieces = [rows[start : start + 2] for start in range(0, len(rows), 2)]
@@ -157,7 +163,6 @@ def test_any_id_gives_one_name_inside_the_folder_with_room_for_every_suffix(
     assert name.isprintable()
     for made in (name, lock_path(name), error_path(name)):
         assert len(made) <= 255
-        assert len(files._temporary_beside(made)) <= 255
 
 
 @repeatable
@@ -202,8 +207,8 @@ def test_a_sample_is_what_safetensors_itself_would_write(
     dtype: torch.dtype, path: str, tmp_path: Path
 ) -> None:
     rows = torch.randn(7, 2, 3, generator=torch.Generator().manual_seed(0)).to(dtype)
-    size = write(path, rows, model="m", layer_ids="1,2")
-    assert size == os.path.getsize(path)
+    written = write(path, rows, model="m", layer_ids="1,2")
+    assert written == Written(os.path.getsize(path), 0)
     tensors = {"hidden_states": rows, "token_ids": torch.arange(7) + 100}
     theirs = str(tmp_path / "theirs")
     save_file(tensors, theirs)
@@ -321,51 +326,209 @@ def test_a_missing_folder_is_an_error_of_the_system(tmp_path: Path) -> None:
 FULL_DISK = """
 import errno, os, resource, signal, sys
 import torch
+from hidden_cache import files
 from hidden_cache.errors import SampleRefusedError
-from hidden_cache.files import SampleLock, load_hidden_states, write_error, write_sample
 
-folder, limit = sys.argv[1], int(sys.argv[2])
+folder, what, really = sys.argv[1], sys.argv[2], sys.argv[3] == "really"
+
+def no_room(*arguments, **keywords):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
 path = os.path.join(folder, "request.safetensors")
-lock = SampleLock(path)
-if limit:
+lock = files.SampleLock(path)
+if what == "bytes" and not really:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+if what == "files" and really:
+    try:
+        for number in range(100):
+            open(os.path.join(folder, f"filler{number}"), "x").close()
+    except OSError as error:
+        assert error.errno == errno.ENOSPC, error
+elif what == "files":
+    files.published = no_room
+there = sorted(os.listdir(folder))
 rows = torch.zeros(4096, 2, 64)
 try:
-    write_sample(path, torch.arange(4096), (4096, 2, 64), rows.dtype, rows.split(512), {})
+    files.write_sample(path, torch.arange(4096), (4096, 2, 64), rows.dtype, rows.split(512), {})
 except OSError as error:
-    assert error.errno == (errno.EFBIG if limit else errno.ENOSPC), error
-    assert os.listdir(folder) == ["request.safetensors.lock"], os.listdir(folder)
-    write_error(path, "r", "write_failed", str(error))
-lock.release()
+    assert error.errno in (errno.EFBIG, errno.ENOSPC), error
+    assert sorted(os.listdir(folder)) == there, os.listdir(folder)
+    try:
+        lock.refuse("r", "write_failed", str(error))
+        assert what == "bytes"
+    except OSError:
+        assert what == "files"
+assert os.path.exists(files.error_path(path)) == (what == "bytes")
 try:
-    load_hidden_states(path)
+    files.load_hidden_states(path)
 except SampleRefusedError as error:
-    print(error.reason, error.detail)
+    print(error.request_id, error.reason, error.detail)
 """
 
 
-def test_a_full_disk_leaves_no_part_and_room_for_the_reason(tmp_path: Path) -> None:
-    script = tmp_path / "full_disk.py"
-    script.write_text(FULL_DISK)
+@pytest.mark.parametrize(
+    ("what", "option"), [("bytes", "size=1m"), ("files", "size=1m,nr_inodes=4")]
+)
+def test_a_full_disk_leaves_no_part_and_who_waits_learns_it(
+    what: str, option: str, tmp_path: Path
+) -> None:
+    """Full of bytes, the reason still has room; without room for another file it has not."""
     folder = tmp_path / "small"
     folder.mkdir()
-    mount = f'mount -t tmpfs -o size=1m tmpfs "{folder}" && exec "$@"'
-    really_full = ["unshare", "-rm", "sh", "-c", mount, "sh"]
+    mount = f'mount -t tmpfs -o {option} tmpfs "{folder}" && exec "$@"'
+    command = ["unshare", "-Urm", "sh", "-c", mount, "sh"]
+    really = "really"
     try:
-        subprocess.run([*really_full, "true"], check=True, capture_output=True)
-        command, limit, expected = really_full, 0, "No space left on device"
+        subprocess.run([*command, "true"], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError):
-        # No mounts for us here: a limit on the size of files stands in for the disk's.
-        command, limit, expected = [], 1 << 20, "File too large"
+        command, really = [], "stand-in"  # no mounts for us here
     done = subprocess.run(
-        [*command, sys.executable, str(script), str(folder), str(limit)],
+        [*command, sys.executable, "-c", FULL_DISK, str(folder), what, really],
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("write_failed")
-    assert expected in done.stdout
+    assert done.stdout.startswith("r write_failed [Errno ")
+
+
+# Rows that are no numbers
+
+
+def with_non_finite(*places: tuple[int, int]) -> torch.Tensor:
+    rows = rows_of(7)
+    for (token, layer), value in zip(
+        places, [float("nan"), float("inf"), float("-inf")], strict=False
+    ):
+        rows[token, layer, 1] = value
+    return rows
+
+
+def write_looking(path: str, rows: torch.Tensor, non_finite: str) -> Written:
+    ids = torch.arange(len(rows))
+    return write_sample(
+        path,
+        ids,
+        (len(rows), 2, 3),
+        rows.dtype,
+        torch.split(rows, 2),
+        {"a": "b"},
+        non_finite=non_finite,
+    )
+
+
+def test_non_finite_rows_are_refused_with_their_number_and_first_place(
+    path: str, tmp_path: Path
+) -> None:
+    rows = with_non_finite((5, 1), (3, 0), (5, 0))
+    with pytest.raises(NonFiniteRowsError, match=r"3 of 14 rows .* at token 3: set ") as caught:
+        write_looking(path, rows, "refuse")
+    assert (caught.value.rows, caught.value.of, caught.value.first_token) == (3, 14, 3)
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (str(again), again.rows) == (str(caught.value), 3)
+    assert os.listdir(tmp_path) == []
+
+
+def test_non_finite_rows_are_marked(path: str) -> None:
+    rows = with_non_finite((5, 1), (3, 0), (5, 0))
+    written = write_looking(path, rows, "mark")
+    assert written == Written(os.path.getsize(path), 3)
+    assert read_metadata(path) == {"hscache_version": "1.0", "a": "b", "non_finite_rows": "3"}
+    loaded = load_hidden_states(path)["hidden_states"]
+    assert torch.equal(loaded.view(torch.int32), rows.view(torch.int32))
+
+
+@pytest.mark.parametrize("policy", ["refuse", "mark"])
+def test_a_sample_that_was_looked_at_says_so(policy: str, path: str) -> None:
+    assert write_looking(path, rows_of(7), policy).non_finite_rows == 0
+    assert read_metadata(path)["non_finite_rows"] == "0"
+
+
+def test_nobody_looks_where_all_rows_are_allowed(path: str) -> None:
+    assert write_looking(path, with_non_finite((0, 0)), "allow").non_finite_rows == 0
+    assert "non_finite_rows" not in read_metadata(path)
+
+
+def test_the_number_of_marked_rows_has_room_in_the_header(path: str) -> None:
+    rows = torch.full((6000, 2, 3), float("nan"))
+    assert write_looking(path, rows, "mark").non_finite_rows == 12_000
+    assert read_metadata(path)["non_finite_rows"] == "12000"
+    assert load_hidden_states(path)["hidden_states"].isnan().all()
+
+
+# Giving up
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 4])
+def test_a_write_can_be_given_up_before_each_piece_and_before_it_is_published(
+    at: int, path: str, tmp_path: Path
+) -> None:
+    asked = 0
+
+    def give_up() -> None:
+        nonlocal asked
+        asked += 1
+        if asked == at:
+            raise InterruptedError("too late")
+
+    rows = rows_of(6)
+    with pytest.raises(InterruptedError, match="too late"):
+        write_sample(
+            path,
+            torch.arange(6),
+            (6, 2, 3),
+            rows.dtype,
+            torch.split(rows, 2),
+            {},
+            give_up=give_up,
+        )
+    assert os.listdir(tmp_path) == []
+
+
+# Open files
+
+
+FEW_FILES = """
+import os, resource, sys
+import torch
+from hidden_cache.files import SampleLock, load_hidden_states, write_error, write_sample
+
+folder = sys.argv[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
+locks = []
+while not locks or locks[-1].open_files_limit is None:
+    path = os.path.join(folder, str(len(locks)))
+    locks.append(SampleLock(path))
+assert locks[-1].open_files_limit == 128
+*held, crowding = locks
+crowding.refuse("r", "too_many_files", "why")
+SampleLock(os.path.join(folder, "next")).release()
+files = [open(os.devnull) for _ in range(20)]  # as the engine does
+rows = torch.zeros(5, 2, 3)
+for lock in held:
+    write_sample(lock.path, torch.arange(5), (5, 2, 3), rows.dtype, [rows], {})
+    lock.release()
+    load_hidden_states(lock.path)
+print(len(held))
+"""
+
+
+def test_locks_leave_files_to_open_for_everything_else(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FEW_FILES, str(tmp_path)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert 20 < int(done.stdout) <= 96
+
+
+def test_there_is_no_limit_where_files_are_unlimited(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = SampleLock(path)
+    for limit, expected in ((resource.RLIM_INFINITY, None), (lock._fd + 1, lock._fd + 1)):
+        monkeypatch.setattr(resource, "getrlimit", lambda which, limit=limit: (limit, limit))
+        assert lock.open_files_limit == expected
+    lock.release()
 
 
 # Waiting for the writer
@@ -415,6 +578,44 @@ def test_a_reader_that_may_not_wait_longer_says_so(path: str) -> None:
     with pytest.raises(TimeoutError, match="still being written"):
         load_hidden_states(path, timeout=0.01)
     lock.release()
+
+
+def test_a_reason_reaches_who_waits_in_a_folder_that_is_removed(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = SampleLock(path)
+    with watched_waits(monkeypatch) as waits:
+        reader = Reader(path)
+        assert waits.wait(PATIENCE_S)
+    shutil.rmtree(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        lock.refuse("r", "write_failed", "the folder is gone")
+    with pytest.raises(SampleRefusedError, match="write_failed: the folder is gone"):
+        reader.answer()
+
+
+def test_a_reason_in_the_lock_ends_with_the_next_request(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: Any, **keywords: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files, "write_error", full)
+    lock = SampleLock(path)
+    with pytest.raises(OSError, match="No space"):
+        lock.refuse("r", "write_failed", "full")
+    SampleLock(path).release()
+    with pytest.raises(SampleRefusedError, match="writer_died"):
+        load_hidden_states(path)
+
+
+def test_a_refused_lock_is_released_and_refused_once(path: str) -> None:
+    lock = SampleLock(path)
+    lock.refuse("r", "aborted", "why")
+    lock.refuse("r", "shutdown", "another")
+    with pytest.raises(SampleRefusedError, match="aborted: why"):
+        load_hidden_states(path)
+    SampleLock(path).release()
 
 
 def test_a_lock_let_go_without_an_answer_means_that_the_writer_died(path: str) -> None:
@@ -473,9 +674,9 @@ def test_with_a_timeout_a_sample_may_appear_later(
     missed = threading.Event()
     load = files._load
 
-    def announce(path: str, *, locked: bool) -> dict[str, torch.Tensor]:
+    def announce(path: str) -> dict[str, torch.Tensor]:
         try:
-            return load(path, locked=locked)
+            return load(path)
         except FileNotFoundError:
             missed.set()
             raise
@@ -498,6 +699,19 @@ def test_a_second_live_writer_is_refused(path: str) -> None:
     SampleLock(path).release()
 
 
+def test_a_refused_second_writer_destroys_nothing(path: str, tmp_path: Path) -> None:
+    lock = SampleLock(path)
+    write(path)
+    write_error(path, "r", "aborted", "why")
+    there = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    with pytest.raises(BlockingIOError):
+        SampleLock(path)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == there
+    with open(lock_path(path)) as reader, pytest.raises(BlockingIOError):
+        fcntl.flock(reader.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
+    lock.release()
+
+
 def test_a_lock_clears_what_an_earlier_request_left(path: str, tmp_path: Path) -> None:
     SampleLock(path).release()
     write(path)
@@ -513,15 +727,48 @@ def test_a_lock_clears_what_an_earlier_request_left(path: str, tmp_path: Path) -
 def test_a_lock_is_held_from_the_moment_it_has_its_name(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rename = os.rename
+    named: list[str] = []
 
-    def check_then_rename(source: str, target: str) -> None:
-        with open(source) as file, pytest.raises(BlockingIOError):
-            fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
-        rename(source, target)
+    def check_first(give_name: Callable[..., None]) -> Callable[..., None]:
+        def checked(source: str, target: str, **folders: int) -> None:
+            nameless = os.path.join(os.path.dirname(path), source)
+            with open(nameless) as file, pytest.raises(BlockingIOError):
+                fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
+            named.append(target)
+            give_name(source, target, **folders)
 
-    monkeypatch.setattr(os, "rename", check_then_rename)
+        return checked
+
+    for name in ("rename", "link"):
+        monkeypatch.setattr(os, name, check_first(getattr(os, name)))
     SampleLock(path).release()
+    with open(lock_path(path)) as reader:
+        fcntl.flock(reader.fileno(), fcntl.LOCK_SH)
+        SampleLock(path).release()
+    assert named == ["request.safetensors.lock"] * 2
+
+
+def test_a_reader_whose_sample_the_next_request_takes_away_waits_for_that_one(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    SampleLock(path).release()
+    write(path)
+    load = files._load
+    looks, taken_away = threading.Event(), threading.Event()
+
+    def pause(path: str) -> dict[str, torch.Tensor]:
+        looks.set()
+        assert taken_away.wait(PATIENCE_S)
+        return load(path)
+
+    monkeypatch.setattr(files, "_load", pause)
+    reader = Reader(path)
+    assert looks.wait(PATIENCE_S)
+    lock = SampleLock(path)
+    taken_away.set()
+    write(path, rows_of() + 1)
+    lock.release()
+    assert torch.equal(reader.answer()["hidden_states"], rows_of() + 1)
 
 
 def test_a_reader_of_a_replaced_lock_waits_for_the_new_one(
@@ -556,6 +803,14 @@ def test_a_lock_that_cannot_be_had_leaves_nothing_behind(path: str, tmp_path: Pa
     with pytest.raises(OSError, match=r"request\.safetensors\.lock"):
         SampleLock(path)
     assert leftovers(tmp_path) == ["request.safetensors.lock"]
+
+
+def test_a_child_that_was_forked_meanwhile_does_not_keep_the_lock(path: str) -> None:
+    lock = SampleLock(path)
+    inherited = os.dup(lock._fd)  # as a child has it
+    lock.release()
+    SampleLock(path).release()
+    os.close(inherited)
 
 
 def test_releasing_twice_does_not_close_somebody_elses_file(path: str, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,14 +12,17 @@ from typing import Any
 
 import pytest
 
+from hidden_cache import config, publish
 from hidden_cache.config import HiddenCacheConfig
 from hidden_cache.errors import ConfigError
+from hidden_cache.publish import folder_of
 
 pytest.importorskip("vllm")
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec, HiddenStateCacheSpec
 
 from hidden_cache.integrations import versions as checked_versions
+from hidden_cache.integrations.vllm import options
 from hidden_cache.integrations.vllm.options import (
     ConnectorOptions,
     EngineShape,
@@ -74,9 +78,200 @@ def test_an_unknown_key_warns_and_names_the_nearest(caplog: pytest.LogCaptureFix
     ]
 
 
-def test_paths_chosen_by_clients_are_not_offered() -> None:
-    with pytest.raises(ConfigError, match=r"allow_custom_save_path is set, .* leave it out"):
+@pytest.mark.parametrize("value", ["true", 1, None])
+def test_a_custom_path_option_that_is_no_boolean_is_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"allow_custom_save_path is {value!r}: set true or"):
+        ConnectorOptions.from_extra_config({"allow_custom_save_path": value})
+
+
+# Options of ours
+
+
+OURS = {
+    "hscache_custom_path_root": "/data/chosen",
+    "hscache_non_finite": "mark",
+    "hscache_publish_deadline_s": "2.5",
+    "hscache_when_full": "drop",
+}
+
+
+def check_ours(found: ConnectorOptions) -> None:
+    assert found == ConnectorOptions(
+        custom_path_root="/data/chosen",
+        non_finite="mark",
+        publish_deadline_s=2.5,
+        when_full="drop",
+    )
+
+
+def test_options_of_ours_come_from_the_extra_config() -> None:
+    check_ours(ConnectorOptions.from_extra_config(OURS))
+    check_ours(ConnectorOptions.from_extra_config({k.upper(): v for k, v in OURS.items()}))
+
+
+def test_options_of_ours_come_from_the_environment_which_is_weaker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for key, value in OURS.items():
+        monkeypatch.setenv(key.upper(), value)
+    check_ours(ConnectorOptions.from_extra_config({}))
+    found = ConnectorOptions.from_extra_config({"hscache_non_finite": "allow"})
+    assert (found.non_finite, found.when_full) == ("allow", "drop")
+
+
+def test_the_stores_settings_leave_them_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {**OURS, "hscache_max_pending": 7}
+    assert HiddenCacheConfig.from_extra_config(settings) == HiddenCacheConfig(max_pending=7)
+    for key in OURS:
+        monkeypatch.setenv(key.upper(), OURS[key])
+    assert HiddenCacheConfig.from_env() == HiddenCacheConfig()
+
+
+def test_all_options_of_ours_are_known_to_the_settings() -> None:
+    of_vllm = set(options._VLLMS)
+    assert set(ConnectorOptions.__dataclass_fields__) - of_vllm == set(config._CONNECTOR_KINDS)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("hscache_non_finite", "drop", "is 'drop': set one of refuse, mark, allow"),
+        ("hscache_when_full", 1, "is 1: set one of block, drop"),
+        ("hscache_publish_deadline_s", "soon", "is 'soon': set a number of seconds"),
+        ("hscache_publish_deadline_s", 0, "is 0, must be above 0: set the seconds"),
+        ("hscache_publish_deadline_s", True, "is True: set a number of seconds"),
+        ("hscache_custom_path_root", "", "is '': set a folder's path"),
+        ("hscache_custom_path_root", 7, "is 7: set a folder's path"),
+    ],
+)
+def test_an_option_of_ours_that_cannot_be_is_refused(key: str, value: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key} {message}"):
+        ConnectorOptions.from_extra_config({key: value})
+
+
+def test_an_unknown_option_of_ours_names_the_nearest_of_the_connectors_too() -> None:
+    for read in (ConnectorOptions.from_extra_config, HiddenCacheConfig.from_extra_config):
+        with pytest.raises(ConfigError, match="the nearest is hscache_non_finite"):
+            read({"hscache_non_finit": "mark"})
+
+
+# Paths that clients choose
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    root = tmp_path / "root"
+    root.mkdir()
+    return root
+
+
+@pytest.fixture
+def custom(root: Path) -> ConnectorOptions:
+    return ConnectorOptions("/data", allow_custom_save_path=True, custom_path_root=str(root))
+
+
+def test_paths_chosen_by_clients_need_a_root() -> None:
+    with pytest.raises(ConfigError, match=r"allow_custom_save_path is true, .* set hscache_custom"):
         ConnectorOptions.from_extra_config({"allow_custom_save_path": True})
+    extra = {"allow_custom_save_path": True, "hscache_custom_path_root": "/data/chosen"}
+    assert ConnectorOptions.from_extra_config(extra).allow_custom_save_path
+
+
+@pytest.mark.parametrize("params", [None, {}, {"hidden_states_path": None}, "text", 7])
+def test_a_request_that_chooses_no_path_gets_one(
+    params: Any, custom: ConnectorOptions, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert custom.sample_path("a/b", params) == "/data/a%2Fb.safetensors"
+    assert caplog.records == []
+
+
+def test_a_chosen_path_is_ignored_with_a_warning_where_that_is_off(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    off = ConnectorOptions("/data", custom_path_root=str(root))
+    assert off.sample_path("r", {"hidden_states_path": f"{root}/x"}) == "/data/r.safetensors"
+    assert "request r asks for hidden_states_path" in caplog.text
+    assert "allow_custom_save_path is not set" in caplog.text
+
+
+@pytest.mark.parametrize("wanted", ["x.safetensors", "x", "a/b/x.pt", "é 漢字", "a//b", "./x"])
+@pytest.mark.parametrize("absolute", [True, False])
+def test_a_chosen_path_inside_the_root_is_taken(
+    wanted: str, absolute: bool, root: Path, custom: ConnectorOptions
+) -> None:
+    asked = os.path.join(root, wanted) if absolute else wanted
+    found = custom.sample_path("r", {"hidden_states_path": asked})
+    assert found == os.path.normpath(root / wanted)
+    assert custom.root_of(found) == str(root)
+
+
+def test_links_inside_the_root_are_resolved(root: Path, custom: ConnectorOptions) -> None:
+    (root / "real").mkdir()
+    (root / "link").symlink_to("real")
+    (root / "real" / "file").symlink_to("other")
+    for wanted, expected in [("link/new/x", "real/new/x"), ("link/file", "real/other")]:
+        found = custom.sample_path("r", {"hidden_states_path": wanted})
+        assert found == str(root / expected)
+
+
+def test_a_root_behind_a_link_is_resolved(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("root")
+    options = ConnectorOptions(
+        "/data", allow_custom_save_path=True, custom_path_root=str(tmp_path / "link")
+    )
+    for wanted in ("x", f"{tmp_path}/link/x", f"{root}/x"):
+        assert options.sample_path("r", {"hidden_states_path": wanted}) == str(root / "x")
+
+
+def test_the_root_may_be_everything(tmp_path: Path) -> None:
+    options = ConnectorOptions("/data", allow_custom_save_path=True, custom_path_root="/")
+    wanted = str(tmp_path / "x")
+    assert options.sample_path("r", {"hidden_states_path": wanted}) == wanted
+
+
+@pytest.mark.parametrize(
+    ("wanted", "why"),
+    [
+        ("/etc/passwd", "outside"),
+        ("../x", "'..'"),
+        ("a/../x", "'..'"),
+        ("{root}/../root/x", "'..'"),
+        ("{root}-beside/x", "outside"),
+        ("{root}", "outside"),
+        ("", "outside"),
+        (".", "outside"),
+        ("folder", "a folder"),
+        ("new/", "a folder"),
+        ("out/x", "outside"),
+        ("out-file", "outside"),
+        ("x\0y", None),
+        ("\ud800", None),
+        ("x.lock", "its name"),
+        ("x.safetensors.error", "its name"),
+        (".hscache-0123456789abcdef.tmp", "its name"),
+        ("x" * 250, "its name"),
+        ("é" * 125, "its name"),
+        (7, "no text"),
+        (["x"], "no text"),
+        ({"a": "b"}, "no text"),
+    ],
+)
+def test_no_other_path_is_taken(
+    wanted: Any,
+    why: str | None,
+    root: Path,
+    custom: ConnectorOptions,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (root / "folder").mkdir()
+    (root / "out").symlink_to("/etc")
+    (root / "out-file").symlink_to("/etc/passwd")
+    if isinstance(wanted, str):
+        wanted = wanted.replace("{root}", str(root))
+    found = custom.sample_path("r", {"hidden_states_path": wanted})
+    assert found == "/data/r.safetensors"
+    assert custom.root_of(found) is None
+    assert (why or "its sample goes to /data/r.safetensors") in caplog.text
 
 
 # The folder
@@ -86,6 +281,37 @@ def test_a_missing_folder_is_made_and_left_empty(tmp_path: Path) -> None:
     folder = tmp_path / "a" / "b"
     ConnectorOptions(str(folder)).check_storage()
     assert os.listdir(folder) == []
+
+
+def test_the_folder_of_chosen_paths_is_made_and_tried_where_it_is_used(tmp_path: Path) -> None:
+    folder, root = tmp_path / "samples", tmp_path / "root"
+    ConnectorOptions(str(folder), custom_path_root=str(root)).check_storage()
+    assert not root.exists()
+    on = ConnectorOptions(
+        str(folder), allow_custom_save_path=True, custom_path_root=str(root / "a")
+    )
+    on.check_storage()
+    assert os.listdir(root / "a") == []
+    nowhere = replace(on, custom_path_root="/proc/self")
+    with pytest.raises(ConfigError, match="hscache_custom_path_root /proc/self cannot be written"):
+        nowhere.check_storage()
+
+
+def test_what_killed_writers_left_is_removed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    samples, below = tmp_path / "samples", tmp_path / "root" / "a"
+    on = ConnectorOptions(
+        str(samples), allow_custom_save_path=True, custom_path_root=str(tmp_path / "root")
+    )
+    for folder in (samples, below):
+        folder.mkdir(parents=True)
+        with folder_of(os.path.join(folder, "")) as (fd, _):
+            os.close(publish._make_temporary(fd, 0o600)[0])
+    with caplog.at_level(logging.INFO):
+        on.check_storage()
+    assert os.listdir(samples) == os.listdir(below) == []
+    assert f"{samples}: removed 1 parts" in caplog.text
 
 
 def test_a_folder_below_a_file_is_refused(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,16 +26,16 @@ from hidden_cache.integrations.vllm.scheduler import SchedulerSide
 HASH_BLOCK = 4
 CHUNK = 8
 FOLDER = "/data/hidden-states"
+SHAPE = EngineShape(
+    model="m", layer_ids=(1, 2), group_id=1, hash_block_size=HASH_BLOCK, namespace=b"n:"
+)
 BLOCKS = ([90, 91], [5, 6, 7])  # of two groups; the hidden states are in the second
 
 
 @pytest.fixture
 def side() -> SchedulerSide:
-    shape = EngineShape(
-        model="m", layer_ids=(1, 2), group_id=1, hash_block_size=HASH_BLOCK, namespace=b"n:"
-    )
     config = HiddenCacheConfig(chunk_size=CHUNK)
-    return SchedulerSide(shape, ConnectorOptions(shared_storage_path=FOLDER), config)
+    return SchedulerSide(SHAPE, ConnectorOptions(shared_storage_path=FOLDER), config)
 
 
 def block_hashes(request: Request) -> list[bytes]:
@@ -232,6 +233,47 @@ def test_a_resumed_request_that_is_listed_as_new_again_keeps_its_path(side: Sche
     held, told = finish(side, request)
     assert held
     assert told == {"hidden_states_path": f"{FOLDER}/r.safetensors"}
+
+
+# Paths that clients choose
+
+
+@pytest.fixture
+def choosing(tmp_path: Path) -> SchedulerSide:
+    """A side that lets clients choose paths inside `tmp_path`."""
+    options = ConnectorOptions(FOLDER, allow_custom_save_path=True, custom_path_root=str(tmp_path))
+    return SchedulerSide(SHAPE, options, HiddenCacheConfig(chunk_size=CHUNK))
+
+
+def test_a_path_that_a_client_chose_is_announced_told_and_ordered(
+    choosing: SchedulerSide, tmp_path: Path
+) -> None:
+    request = make_request(hidden_states_path=str(tmp_path / "a" / "mine"))
+    expected = str(tmp_path / "a" / "mine")
+    assert schedule(choosing, request).new_paths == {"r": expected}
+    assert finish(choosing, request) == (True, {"hidden_states_path": expected})
+    assert schedule(choosing).saves[0].path == expected
+
+
+def test_a_path_that_a_client_chose_is_ignored_where_that_is_off(
+    side: SchedulerSide, tmp_path: Path
+) -> None:
+    request = make_request(hidden_states_path=str(tmp_path / "mine"))
+    assert schedule(side, request).new_paths == {"r": f"{FOLDER}/r.safetensors"}
+
+
+def test_two_live_requests_never_share_a_path(
+    choosing: SchedulerSide, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, other = (make_request(request_id=n, hidden_states_path="mine") for n in ("one", "other"))
+    assert schedule(choosing, one, other).new_paths == {
+        "one": str(tmp_path / "mine"),
+        "other": f"{FOLDER}/other.safetensors",
+    }
+    assert "which another one has" in caplog.text
+    finish(choosing, one)
+    again = make_request(request_id="again", hidden_states_path="mine")
+    assert schedule(choosing, again).new_paths == {"again": str(tmp_path / "mine")}
 
 
 def test_a_finished_requests_id_may_come_again(side: SchedulerSide) -> None:

@@ -6,12 +6,15 @@ import errno
 import fcntl
 import json
 import os
+import resource
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +25,7 @@ from hidden_cache.config import HiddenCacheConfig
 from hidden_cache.errors import ConfigError, SampleRefusedError
 from hidden_cache.files import (
     SampleLock,
+    Written,
     error_path,
     load_hidden_states,
     lock_path,
@@ -71,15 +75,18 @@ class Driver:
         threads: int = 2,
         pool_bytes: int = 100 * SLOT_BYTES,
         max_pending: int = 100,
+        paged: torch.Tensor = PAGED,
+        **options: Any,
     ) -> None:
         self.folder = folder
-        options = ConnectorOptions(str(folder), lock, threads)
+        self._paged = paged
+        connector = ConnectorOptions(str(folder), lock, threads, **options)
         config = HiddenCacheConfig(chunk_size=CHUNK, pool_bytes=pool_bytes, max_pending=max_pending)
-        self.side = WorkerSide(SHAPE, options, config)
+        self.side = WorkerSide(SHAPE, connector, config)
         self._step = 0
 
     def own(self) -> Driver:
-        self.side.own(PAGED)
+        self.side.own(self._paged)
         return self
 
     def path(self, request_id: str) -> str:
@@ -118,8 +125,17 @@ class Driver:
         for engine in self.side._owned.store._storage.engines.values():
             engine.drain()
 
+    def settle(self) -> None:
+        """Has the writers do all that they have been given."""
+        wait(list(self.side._writes), PATIENCE_S)
+
     def load(self, request_id: str) -> dict[str, torch.Tensor]:
         return load_hidden_states(self.path(request_id), timeout=PATIENCE_S)
+
+    def told(self, request_id: str) -> dict[str, str]:
+        """What the error file beside the sample says."""
+        told: dict[str, str] = json.loads(Path(error_path(self.path(request_id))).read_text())
+        return told
 
     def refusal(self, request_id: str) -> tuple[str, str]:
         """Why there is no sample; fails when there is one."""
@@ -160,10 +176,10 @@ class Gate:
         self._write = write_sample
         monkeypatch.setattr(worker, "write_sample", self._pass)
 
-    def _pass(self, *arguments: Any) -> int:
+    def _pass(self, *arguments: Any, **keywords: Any) -> Written:
         self._arrivals.release()
         assert self._open.wait(PATIENCE_S)
-        return self._write(*arguments)
+        return self._write(*arguments, **keywords)
 
     def wait_for(self, writers: int) -> None:
         for _ in range(writers):
@@ -222,6 +238,7 @@ def test_a_sample_describes_itself(drive: Callable[..., Driver]) -> None:
         "weights_epoch": "0",
         "request_id": "a/b",
         "tokens_from_pool": "0",
+        "non_finite_rows": "0",
     }
 
 
@@ -473,7 +490,7 @@ def test_a_failed_transfer_is_told_and_its_blocks_given_back(
 def test_a_sample_that_cannot_be_written_is_told(
     drive: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    def refuse(*arguments: Any) -> int:
+    def refuse(*arguments: Any, **keywords: Any) -> Written:
         raise error
 
     driver = drive().own()
@@ -483,6 +500,7 @@ def test_a_sample_that_cannot_be_written_is_told(
         assert driver.refusal("r") == ("write_failed", str(error))
     driver.arrive()
     assert driver.side.reported() == {"r"}
+    driver.settle()
     assert driver.side._owned is not None
     stats = driver.side._owned.store.stats()
     assert stats.num_slots - stats.free_slots == 4, "whole chunks stay, the tail is gone"
@@ -504,15 +522,263 @@ def test_a_folder_that_is_gone_does_not_stop_the_engine(drive: Callable[..., Dri
     assert torch.equal(driver.load("t")["hidden_states"], rows_at(2))
 
 
-def test_a_lock_that_cannot_be_had_is_no_reason_to_stop(drive: Callable[..., Driver]) -> None:
+@pytest.mark.parametrize("ends", ["saved", "refused", "running"])
+def test_what_another_writer_has_is_left_to_it(drive: Callable[..., Driver], ends: str) -> None:
+    driver = drive().own()
+    foreign = SampleLock(driver.path("r"))
+    write_error(driver.path("r"), "foreign", "pool_full", "why")
+    driver.begin("r")
+    if ends == "saved":
+        driver.step(saves=[driver.order("r")])
+        assert driver.side.reported() == {"r"}
+    if ends == "refused":
+        driver.step(refusals=[Refusal("r", driver.path("r"), "aborted", "why")])
+        assert driver.side.reported() == set()
+    driver.save(driver.order("other", 1))
+    assert torch.equal(driver.load("other")["hidden_states"], rows_at(1))
+    driver.side.shutdown()
+    assert is_locked(driver.path("r"))
+    foreign.release()
+    assert json.loads(Path(error_path(driver.path("r"))).read_text())["request_id"] == "foreign"
+    assert not os.path.exists(driver.path("r"))
+
+
+def test_a_name_that_was_another_writers_can_be_had_again(drive: Callable[..., Driver]) -> None:
     driver = drive().own()
     foreign = SampleLock(driver.path("r"))
     driver.save(driver.order("r"))
-    driver.save(driver.order("other", 1))
-    assert torch.equal(driver.load("other")["hidden_states"], rows_at(1))
     foreign.release()
-    driver.side.shutdown()
+    driver.save(driver.order("r"))
     assert torch.equal(driver.load("r")["hidden_states"], rows_at(0))
+
+
+@pytest.mark.parametrize("lock", [True, False])
+def test_a_place_that_cannot_be_taken_is_told(drive: Callable[..., Driver], lock: bool) -> None:
+    driver = drive(lock=lock).own()
+    os.makedirs(lock_path(driver.path("r")))
+    driver.begin("r")
+    assert "its place could not be taken" in driver.told("r")["detail"]
+    driver.step(saves=[driver.order("r"), driver.order("other", 1)])
+    assert torch.equal(driver.load("other")["hidden_states"], rows_at(1))
+    driver.arrive()
+    assert driver.side.reported() == {"r", "other"}
+    assert driver.told("r")["reason"] == "write_failed"
+
+
+# Open files
+
+
+def test_more_requests_than_files_may_be_open_are_refused(drive: Callable[..., Driver]) -> None:
+    driver = drive().own()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    probe = os.dup(0)
+    os.close(probe)
+    names = [f"r{number}" for number in range(100)]
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (probe + 70, hard))
+        driver.begin(*names)
+        refused = [name for name in names if os.path.exists(error_path(driver.path(name)))]
+        assert 0 < len(refused) < 90
+        assert not is_locked(driver.path(refused[0]))
+        for place, name in enumerate(names):
+            driver.step(saves=[driver.order(name, place % 6)])
+            if name not in refused:
+                assert torch.equal(driver.load(name)["hidden_states"], rows_at(place % 6))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    driver.arrive()
+    assert driver.side.reported() == set(names)
+    reason, detail = driver.refusal(refused[0])
+    assert reason == "too_many_files"
+    assert f"this process may have {probe + 70} files open" in detail
+    driver.save(driver.order("next"))
+    driver.load("next")
+
+
+# Rows that are no numbers
+
+
+@pytest.fixture
+def poisoned() -> torch.Tensor:
+    """The cache, with a NaN in the rows of one token and an infinity in those of a later one."""
+    paged = PAGED.clone()
+    for position, value in ((4, float("nan")), (7, float("inf"))):
+        paged[BLOCK_IDS[position // BLOCK], 0, position % BLOCK, 1] = value
+    return paged
+
+
+def test_rows_that_are_no_numbers_are_refused_by_default(
+    drive: Callable[..., Driver], poisoned: torch.Tensor
+) -> None:
+    driver = drive(paged=poisoned).own()
+    driver.save(driver.order("good", 1), driver.order("r", 0))
+    reason, detail = driver.refusal("r")
+    assert reason == "non_finite"
+    assert "2 of 24 rows hold an infinity or a NaN, the first at token 4" in detail
+    driver.load("good")
+    driver.settle()
+    assert driver.side.non_finite_rows == 2
+
+
+def test_rows_that_are_no_numbers_are_marked_where_asked(
+    drive: Callable[..., Driver], poisoned: torch.Tensor
+) -> None:
+    driver = drive(paged=poisoned, non_finite="mark").own()
+    driver.save(driver.order("good", 1), driver.order("r", 0))
+    assert not driver.load("r")["hidden_states"].isfinite().all()
+    assert read_metadata(driver.path("r"))["non_finite_rows"] == "2"
+    driver.load("good")
+    assert read_metadata(driver.path("good"))["non_finite_rows"] == "0"
+    driver.settle()
+    assert driver.side.non_finite_rows == 2
+
+
+def test_rows_that_are_no_numbers_are_not_looked_for_where_allowed(
+    drive: Callable[..., Driver], poisoned: torch.Tensor
+) -> None:
+    driver = drive(paged=poisoned, non_finite="allow").own()
+    driver.save(driver.order("r", 0))
+    driver.load("r")
+    assert "non_finite_rows" not in read_metadata(driver.path("r"))
+    driver.settle()
+    assert driver.side.non_finite_rows == 0
+
+
+# Deadlines
+
+
+class Clock:
+    """Stands still until it is moved on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        stand_in = SimpleNamespace(monotonic=lambda: self.now)
+        monkeypatch.setattr(worker, "time", stand_in)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def test_a_sample_that_is_late_when_its_turn_comes_is_refused(
+    drive: Callable[..., Driver], gate: Gate, clock: Clock
+) -> None:
+    driver = drive(threads=1, publish_deadline_s=8.0).own()
+    driver.save(driver.order("busy", 0))
+    gate.wait_for(1)
+    driver.save(driver.order("late", 1))
+    clock.now += 8
+    gate.open()
+    reason, detail = driver.refusal("late")
+    assert reason == "deadline"
+    assert "not published within 8 s" in detail
+    assert "set hscache_publish_deadline_s higher" in detail
+    driver.save(driver.order("next", 2))
+    assert torch.equal(driver.load("next")["hidden_states"], rows_at(2))
+
+
+@pytest.mark.parametrize("pieces_before", [1, 2, 3])
+def test_a_write_that_takes_too_long_is_given_up_between_pieces(
+    drive: Callable[..., Driver],
+    monkeypatch: pytest.MonkeyPatch,
+    clock: Clock,
+    pieces_before: int,
+) -> None:
+    windows, given = worker._windows, 0
+
+    def slow(lease: Any) -> Iterator[torch.Tensor]:
+        nonlocal given
+        for rows in windows(lease):
+            given += 1
+            if given == pieces_before:
+                clock.now += 8
+            yield rows
+
+    monkeypatch.setattr(worker, "_WINDOW_BYTES", 4 * len(LAYER_IDS) * HIDDEN * 4)  # three pieces
+    driver = drive(publish_deadline_s=8.0).own()
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "_windows", slow)
+        driver.save(driver.order("r"))
+        assert driver.refusal("r")[0] == "deadline"
+    assert given == pieces_before
+    assert sorted(os.listdir(driver.folder)) == [
+        f"r.safetensors.{kind}" for kind in ("error", "lock")
+    ]
+    driver.save(driver.order("next", 1))
+    assert torch.equal(driver.load("next")["hidden_states"], rows_at(1))
+
+
+def test_a_request_that_finds_no_room_in_time_is_refused_and_its_blocks_given_back(
+    drive: Callable[..., Driver], gate: Gate, clock: Clock
+) -> None:
+    driver = drive(pool_bytes=6 * SLOT_BYTES, publish_deadline_s=8.0).own()
+    driver.save(driver.order("first", 0))
+    gate.wait_for(1)
+    driver.save(driver.order("second", 1))
+    driver.arrive()
+    assert driver.side.reported() == {"first"}
+    clock.now += 8
+    driver.step()
+    assert driver.side.reported() == {"second"}
+    assert driver.refusal("second")[0] == "deadline"
+
+
+@pytest.mark.usefixtures("_still")
+def test_a_transfer_that_does_not_end_keeps_nobody_waiting(drive: Callable[..., Driver]) -> None:
+    driver = drive(publish_deadline_s=0.05).own()
+    driver.save(driver.order("r"))
+    assert driver.refusal("r")[0] == "deadline"
+    assert driver.side.reported() == set(), "its blocks are still read"
+    driver.arrive()
+    assert driver.side.reported() == {"r"}
+
+
+def test_without_locks_nobody_gives_up_and_there_is_no_deadline(
+    drive: Callable[..., Driver], gate: Gate, clock: Clock
+) -> None:
+    driver = drive(lock=False, publish_deadline_s=8.0).own()
+    driver.save(driver.order("r"))
+    gate.wait_for(1)
+    clock.now += 1e9
+    gate.open()
+    assert torch.equal(driver.load("r")["hidden_states"], rows_at(0))
+
+
+# Paths that clients choose
+
+
+@pytest.mark.parametrize("lock", [True, False])
+def test_a_sample_goes_to_the_path_that_its_client_chose(
+    drive: Callable[..., Driver], lock: bool, tmp_path: Path
+) -> None:
+    root = tmp_path / "root"
+    driver = drive(lock=lock, allow_custom_save_path=True, custom_path_root=str(root)).own()
+    path = str(root / "a" / "b" / "mine")
+    driver.step(new_paths={"r": path})
+    driver.step(saves=[replace(driver.order("r"), path=path)])
+    assert torch.equal(load_hidden_states(path, PATIENCE_S)["hidden_states"], rows_at(0))
+
+
+@pytest.mark.parametrize("lock", [True, False])
+def test_a_folder_that_became_a_link_since_is_no_way_out(
+    drive: Callable[..., Driver], lock: bool, tmp_path: Path
+) -> None:
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    driver = drive(lock=lock, allow_custom_save_path=True, custom_path_root=str(root)).own()
+    outside.mkdir()
+    (outside / "mine").write_text("precious")
+    path = str(root / "a" / "mine")
+    driver.step(new_paths={"before": path})
+    shutil.rmtree(root / "a", ignore_errors=True)
+    (root / "a").symlink_to(outside)
+    driver.step(saves=[replace(driver.order("before"), path=path)], new_paths={"after": path})
+    driver.step(saves=[replace(driver.order("after"), path=path)])
+    driver.save(driver.order("other", 1))
+    driver.load("other")
+    driver.side.shutdown()
+    assert os.listdir(outside) == ["mine"]
+    assert (outside / "mine").read_text() == "precious"
 
 
 # Locks
@@ -587,11 +853,21 @@ def test_shutdown_does_not_wait_for_ever_and_answers_all(
     driver.side.shutdown()
     assert driver.refusal("queued")[0] == "shutdown"
     assert driver.refusal("waiting")[0] == "shutdown"
-    assert driver.refusal("running")[0] == "writer_died"
+    assert driver.refusal("running")[0] == "shutdown"
     assert driver.refusal("ended") == ("incomplete", "too early")
     assert is_locked(driver.path("written"))
     gate.open()
     assert torch.equal(driver.load("written")["hidden_states"], rows_at(0))
+
+
+@pytest.mark.parametrize("lock", [True, False])
+def test_shutdown_tells_who_waits_for_a_request_that_is_still_computed(
+    drive: Callable[..., Driver], lock: bool
+) -> None:
+    driver = drive(lock=lock).own()
+    driver.begin("r")
+    driver.side.shutdown()
+    assert driver.refusal("r") == ("shutdown", "the engine shut down before the request had ended")
 
 
 @pytest.mark.usefixtures("_still")

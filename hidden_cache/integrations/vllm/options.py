@@ -5,17 +5,18 @@ from __future__ import annotations
 import difflib
 import logging
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from packaging.specifiers import SpecifierSet
 
-from hidden_cache.config import PREFIX, HiddenCacheConfig
+from hidden_cache.config import PREFIX, HiddenCacheConfig, connector_settings
 from hidden_cache.errors import ConfigError
+from hidden_cache.files import is_reserved, sample_name
 from hidden_cache.integrations.versions import check_version
 from hidden_cache.keys import BlockHashChunker, make_namespace
+from hidden_cache.publish import prepare_folder
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -25,49 +26,72 @@ logger = logging.getLogger(__name__)
 
 SUPPORTED_VLLM = SpecifierSet(">=0.32,<0.33")
 CACHE_LAYER_MARK = "cache_only_layers"
+# The options that vLLM's own connector has too.
+_VLLMS = (
+    "shared_storage_path",
+    "use_synchronization_lock",
+    "num_writer_threads",
+    "allow_custom_save_path",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectorOptions:
-    """vLLM's own option names, with vLLM's defaults.
+    """vLLM's own option names, with vLLM's defaults, and ours, `hscache_*` where they are set.
 
     Attributes:
         shared_storage_path: folder of the samples; made if it is missing.
         use_synchronization_lock: lock files, so that a reader can wait for a sample.
         num_writer_threads: threads that write samples.
+        allow_custom_save_path: a request's `hidden_states_path` is where its sample goes.
+        custom_path_root: the folder that such a path stays inside; made if it is missing.
+        non_finite: what becomes of a sample with an infinity or a NaN, as `write_sample` takes it.
+        publish_deadline_s: a sample that readers can wait for is published within so many seconds
+            after its request has finished, or refused. Readers of others wait 10 s.
+        when_full: what a request meets whose rows the pool has no room for now: "block" has it wait
+            for room, "drop" has it refused.
     """
 
     shared_storage_path: str = "/tmp"
     use_synchronization_lock: bool = True
     num_writer_threads: int = 8
+    allow_custom_save_path: bool = False
+    custom_path_root: str | None = None
+    non_finite: str = "refuse"
+    publish_deadline_s: float = 8.0
+    when_full: str = "block"
 
     @classmethod
     def from_extra_config(cls, extra: Mapping[str, Any]) -> ConnectorOptions:
         """From a `kv_connector_extra_config`; warns of keys that are nobody's.
 
         Raises:
-            ConfigError: a value that cannot be, or an option that is not offered.
+            ConfigError: a value that cannot be, or one that another one needs.
         """
-        known = list(cls.__dataclass_fields__)
-        if extra.get("allow_custom_save_path"):
-            raise ConfigError(
-                "allow_custom_save_path is set, but this connector writes inside "
-                "shared_storage_path only: leave it out"
-            )
         for key in extra:
-            if key in known or key.startswith(PREFIX) or key == "allow_custom_save_path":
+            if key in _VLLMS or key.lower().startswith(PREFIX):
                 continue
-            nearest = difflib.get_close_matches(key, known, n=1)
+            nearest = difflib.get_close_matches(key, _VLLMS, n=1)
             hint = f"; did you mean {nearest[0]}?" if nearest else ""
             logger.warning("kv_connector_extra_config: unknown key %s is ignored%s", key, hint)
-        options = cls(**{key: extra[key] for key in known if key in extra})
+        options = cls(
+            **{key: extra[key] for key in _VLLMS if key in extra}, **connector_settings(extra)
+        )
         threads = options.num_writer_threads
         if not isinstance(threads, int) or isinstance(threads, bool) or threads < 1:
             raise ConfigError(f"num_writer_threads is {threads!r}, must be a number from 1 on")
-        if not isinstance(options.use_synchronization_lock, bool):
+        for key in ("use_synchronization_lock", "allow_custom_save_path"):
+            if not isinstance(getattr(options, key), bool):
+                raise ConfigError(f"{key} is {getattr(options, key)!r}: set true or false")
+        if options.allow_custom_save_path and options.custom_path_root is None:
             raise ConfigError(
-                f"use_synchronization_lock is {options.use_synchronization_lock!r}: set true or "
-                "false"
+                "allow_custom_save_path is true, but no folder is named that clients' paths must "
+                f"stay inside: set {PREFIX}custom_path_root"
+            )
+        if options.publish_deadline_s <= 0:
+            raise ConfigError(
+                f"{PREFIX}publish_deadline_s is {options.publish_deadline_s:g}, must be above 0: "
+                "set the seconds that readers wait at most, less two"
             )
         folder = options.shared_storage_path
         if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
@@ -75,16 +99,78 @@ class ConnectorOptions:
         return replace(options, shared_storage_path=os.fspath(folder))
 
     def check_storage(self) -> None:
-        """Makes the storage folder and tries it out. Raises ConfigError when it cannot be used."""
+        """Makes the folders of samples, tries them out, and removes what killed writers left.
+
+        Raises ConfigError when one cannot be used.
+        """
+        folders = [("shared_storage_path", self.shared_storage_path, False)]
+        if self.allow_custom_save_path and self.custom_path_root is not None:
+            folders.append((f"{PREFIX}custom_path_root", self.custom_path_root, True))
+        for key, folder, below in folders:
+            try:
+                removed = prepare_folder(folder, below=below)
+            except OSError as error:
+                raise ConfigError(
+                    f"{key} {folder} cannot be written: {error.strerror}; choose a folder that "
+                    "this user may write to"
+                ) from error
+            if removed:
+                logger.info("%s: removed %d parts of samples of killed writers", folder, removed)
+
+    def sample_path(self, request_id: str, params: Mapping[str, Any] | None) -> str:
+        """Where a request's sample goes.
+
+        That is the path in its `kv_transfer_params["hidden_states_path"]` where clients may choose
+        one and it is inside `custom_path_root`, free of links: links in it are resolved before it
+        is looked at. A relative path is one below `custom_path_root`. Otherwise it is a file in
+        `shared_storage_path`, and the log says why where another was asked for.
+
+        Args:
+            request_id: the engine's name of the request.
+            params: the request's `kv_transfer_params`, as they came from the client.
+        """
+        default = os.path.join(self.shared_storage_path, sample_name(request_id))
+        wanted = params.get("hidden_states_path") if isinstance(params, Mapping) else None
+        if wanted is None:
+            return default
         try:
-            os.makedirs(self.shared_storage_path, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=self.shared_storage_path, prefix=".hscache-"):
-                pass
-        except OSError as error:
-            raise ConfigError(
-                f"shared_storage_path {self.shared_storage_path} cannot be written: "
-                f"{error.strerror}; choose a folder that this user may write to"
-            ) from error
+            return self._confined(wanted)
+        except ValueError as error:
+            logger.warning(
+                "request %s asks for hidden_states_path %.300r: %s; its sample goes to %s",
+                request_id,
+                wanted,
+                error,
+                default,
+            )
+            return default
+
+    def root_of(self, path: str) -> str | None:
+        """The `root` with which a sample of `sample_path` is locked and written."""
+        if not self.allow_custom_save_path or os.path.dirname(path) == self.shared_storage_path:
+            return None
+        return self.custom_path_root
+
+    def _confined(self, wanted: Any) -> str:
+        """A client's path without links. Raises ValueError for one that is not to be written to."""
+        if not self.allow_custom_save_path or self.custom_path_root is None:
+            raise ValueError("allow_custom_save_path is not set")
+        if not isinstance(wanted, str):
+            raise ValueError("it is no text")
+        root = os.path.realpath(self.custom_path_root)
+        if os.pardir in wanted.split(os.sep):
+            raise ValueError("it has a '..'")
+        # ValueError too: a path that holds what no path can.
+        path = os.path.realpath(os.path.join(root, wanted))
+        name = os.path.basename(wanted)
+        if not path.startswith(os.path.join(root, "")):
+            raise ValueError(f"it is outside {PREFIX}custom_path_root")
+        if not name or os.path.isdir(path):
+            raise ValueError("it is a folder")
+        for taken in (name, os.path.basename(path)):
+            if is_reserved(taken):
+                raise ValueError("its name is too long, or of the kind of this connector's own")
+        return path
 
 
 @dataclass(frozen=True, slots=True)

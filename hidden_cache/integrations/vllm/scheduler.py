@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import os
+import logging
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
 from hidden_cache.config import HiddenCacheConfig
-from hidden_cache.files import sample_name
 from hidden_cache.integrations.vllm.messages import Refusal, SaveOrder, StepMetadata
 from hidden_cache.integrations.vllm.options import ConnectorOptions, EngineShape
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
     from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
 
 _UNFIT = (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR)
 
@@ -26,7 +27,7 @@ class SchedulerSide:
         self, shape: EngineShape, options: ConnectorOptions, config: HiddenCacheConfig
     ) -> None:
         self._shape = shape
-        self._folder = options.shared_storage_path
+        self._options = options
         self._chunker = shape.chunker(config)
         self._paths: dict[str, str] = {}  # scheduled at least once, not finished
         self._held: set[str] = set()  # finished, blocks not yet released
@@ -37,11 +38,26 @@ class SchedulerSide:
         # A request resumed after preemption may be listed as new again: its path stays.
         for request in scheduler_output.scheduled_new_reqs:
             if request.req_id not in self._paths:
-                path = os.path.join(self._folder, sample_name(request.req_id))
+                path = self._choose_path(request)
                 self._paths[request.req_id] = self._next.new_paths[request.req_id] = path
         news = self._next
         self._next = StepMetadata(step=news.step + 1)
         return news
+
+    def _choose_path(self, request: NewRequestData) -> str:
+        sampling = request.sampling_params
+        extra = (sampling and sampling.extra_args) or {}
+        path = self._options.sample_path(request.req_id, extra.get("kv_transfer_params"))
+        if path not in self._paths.values():
+            return path
+        default = self._options.sample_path(request.req_id, None)
+        logger.warning(
+            "request %s asks for %s, which another one has: its sample goes to %s",
+            request.req_id,
+            path,
+            default,
+        )
+        return default
 
     def request_finished(
         self, request: Request, block_ids: tuple[list[int], ...]

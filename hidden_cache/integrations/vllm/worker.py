@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -16,6 +18,7 @@ from hidden_cache.config import HiddenCacheConfig
 from hidden_cache.errors import (
     ConfigError,
     HiddenCacheError,
+    NonFiniteRowsError,
     PoolFullError,
     QueueFullError,
     TransferError,
@@ -35,6 +38,26 @@ _WINDOW_BYTES = 4 << 20
 _SHUTDOWN_S = 4.0
 
 
+class _TooLateError(Exception):
+    """The sample's deadline has passed."""
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request that was begun and has no answer yet. Without locks it has none."""
+
+    path: str
+    lock: SampleLock | None
+
+
+@dataclass(slots=True)
+class _Due:
+    """A sample to make, by when (`time.monotonic`)."""
+
+    order: SaveOrder
+    deadline: float
+
+
 @dataclass(slots=True)
 class _Owned:
     """What the one rank that writes has: nobody else opens any of it."""
@@ -49,6 +72,10 @@ class WorkerSide:
 
     Every rank reports each held request exactly once; rank 0 when its rows are in the pool, the
     others at once.
+
+    Attributes:
+        non_finite_rows: rows with an infinity or a NaN that were met so far, where they are looked
+            for.
     """
 
     def __init__(
@@ -59,8 +86,10 @@ class WorkerSide:
         self._config = replace(config, chunk_size=shape.chunker(config).chunk_size)
         self._owned: _Owned | None = None
         self._seen_step = -1
-        self._locks: dict[str, SampleLock] = {}
-        self._waiting: deque[SaveOrder] = deque()  # no room yet; each holds its blocks
+        self.non_finite_rows = 0
+        self._live: dict[str, _Live] = {}
+        self._lost: set[str] = set()  # live, and answered already: they could not be begun
+        self._waiting: deque[_Due] = deque()  # no room yet; each holds its blocks
         self._reading: dict[str, Lease] = {}  # rows on their way out of the engine's memory
         self._reportable: set[str] = set()
         self._writes: set[Future[None]] = set()
@@ -113,23 +142,60 @@ class WorkerSide:
 
     def _take_in(self, news: StepMetadata) -> None:
         for request_id, path in news.new_paths.items():
-            # Before the client learns the path, so that it finds a lock to wait for and nothing
-            # that an earlier request of that name left.
-            try:
-                if self._options.use_synchronization_lock:
-                    self._locks[request_id] = SampleLock(path)
-                else:
-                    cleanup_hidden_states(path)
-            except OSError as error:
-                logger.error("no place for the sample of request %s: %s", request_id, error)
+            self._begin(request_id, path)
         for refusal in news.refusals:
-            self._submit(refusal, partial(self._refuse, refusal))
-        self._waiting.extend(news.saves)
+            if refusal.request_id in self._lost:
+                self._lost.remove(refusal.request_id)
+            else:
+                self._submit(refusal, partial(self._refuse, refusal))
+        # Only who waits for a lock gives up.
+        locks = self._options.use_synchronization_lock
+        deadline = time.monotonic() + self._options.publish_deadline_s if locks else math.inf
+        for order in news.saves:
+            if order.request_id in self._lost:
+                self._lost.remove(order.request_id)
+                self._reportable.add(order.request_id)
+            else:
+                self._waiting.append(_Due(order, deadline))
+
+    def _begin(self, request_id: str, path: str) -> None:
+        # Before the client learns the path, so that it finds a lock to wait for and nothing that an
+        # earlier request of that name left.
+        lock = None
+        try:
+            if self._options.use_synchronization_lock:
+                lock = SampleLock(path, self._options.root_of(path))
+            else:
+                cleanup_hidden_states(path, root=self._options.root_of(path))
+        except BlockingIOError:
+            # Another request has that path: whatever lies there, now or later, is its own.
+            logger.error("no sample for request %s: another writer has %s", request_id, path)
+            self._lost.add(request_id)
+        except OSError as error:
+            detail = f"its place could not be taken: {error}"
+            self._refuse(Refusal(request_id, path, "write_failed", detail), None)
+            self._lost.add(request_id)
+        else:
+            limit = None if lock is None else lock.open_files_limit
+            if limit is None:
+                self._live[request_id] = _Live(path, lock)
+                return
+            detail = (
+                f"this process may have {limit} files open and each live request takes one: raise "
+                "the limit (ulimit -n), or have fewer requests at once (max_num_seqs)"
+            )
+            self._refuse(Refusal(request_id, path, "too_many_files", detail), lock)
+            self._lost.add(request_id)
 
     def _start_waiting(self) -> None:
         owned = self._owned
+        while self._waiting and self._waiting[0].deadline <= time.monotonic():
+            order = self._waiting.popleft().order
+            refusal = self._too_late(order)
+            self._reportable.add(order.request_id)
+            self._submit(refusal, partial(self._refuse, refusal))
         while owned is not None and self._waiting and not self._writers_are_behind():
-            order = self._waiting[0]
+            order, deadline = self._waiting[0].order, self._waiting[0].deadline
             try:
                 lease = owned.store.lease_paged(
                     order.chunks,
@@ -150,7 +216,7 @@ class WorkerSide:
                 self._submit(refusal, partial(self._refuse, refusal))
             else:
                 self._reading[order.request_id] = lease
-                self._submit(order, partial(self._write, order, lease))
+                self._submit(order, partial(self._write, order, lease, deadline))
             self._waiting.popleft()
 
     def _writers_are_behind(self) -> bool:
@@ -161,14 +227,17 @@ class WorkerSide:
 
     # --- on the writers' threads ----------------------------------------------------------
 
-    def _submit(self, request: SaveOrder | Refusal, work: Callable[[], None]) -> None:
+    def _submit(
+        self, request: SaveOrder | Refusal, work: Callable[[SampleLock | None], None]
+    ) -> None:
         """Has a writer do the work, and lets go of the request's lock whatever becomes of it."""
         assert self._owned is not None
-        lock = self._locks.pop(request.request_id, None)
+        live = self._live.pop(request.request_id, None)
+        lock = None if live is None else live.lock
 
         def run() -> None:
             try:
-                work()
+                work(lock)
             except Exception:
                 logger.exception("the sample of request %s is lost", request.request_id)
             finally:
@@ -179,7 +248,7 @@ class WorkerSide:
             with self._writes_lock:
                 self._writes.discard(future)
             if future.cancelled():  # by shutdown, and run() with it
-                self._refuse(_shut_down(request) if isinstance(request, SaveOrder) else request)
+                self._refuse(request if isinstance(request, Refusal) else _shut_down(request), lock)
                 if lock is not None:
                     lock.release()
 
@@ -188,11 +257,22 @@ class WorkerSide:
             self._writes.add(future)
         future.add_done_callback(ended)
 
-    def _write(self, order: SaveOrder, lease: Lease) -> None:
+    def _write(
+        self, order: SaveOrder, lease: Lease, deadline: float, lock: SampleLock | None
+    ) -> None:
+        def give_up() -> None:
+            if time.monotonic() >= deadline:
+                raise _TooLateError
+
+        def refuse(reason: str, error: Exception) -> Refusal:
+            return Refusal(order.request_id, order.path, reason, str(error))
+
         refusal = None
         try:
-            lease.wait()
-            write_sample(
+            if not lease.wait(None if deadline == math.inf else deadline - time.monotonic()):
+                raise _TooLateError
+            give_up()
+            written = write_sample(
                 order.path,
                 torch.tensor(order.token_ids, dtype=torch.int64),
                 (order.num_tokens, len(lease.layer_idxs), lease.hidden),
@@ -206,17 +286,42 @@ class WorkerSide:
                     "request_id": order.request_id,
                     "tokens_from_pool": str(lease.tokens_from_pool),
                 },
+                non_finite=self._options.non_finite,
+                give_up=give_up,
+                root=self._options.root_of(order.path),
             )
+            self._count_non_finite(written.non_finite_rows)
+        except _TooLateError:
+            refusal = self._too_late(order)
+        except NonFiniteRowsError as error:
+            self._count_non_finite(error.rows)
+            refusal = refuse("non_finite", error)
         except TransferError as error:
-            refusal = Refusal(order.request_id, order.path, "transfer_failed", str(error))
+            refusal = refuse("transfer_failed", error)
         except Exception as error:  # whatever it is, who waits gets it as the answer
-            refusal = Refusal(order.request_id, order.path, "write_failed", str(error))
+            refusal = refuse("write_failed", error)
+        try:
+            if refusal is not None:
+                self._refuse(refusal, lock)
         finally:
-            lease.release()
-        if refusal is not None:
-            self._refuse(refusal)
+            lease.release()  # may wait for the transfer: who is refused does not
 
-    def _refuse(self, refusal: Refusal) -> None:
+    def _count_non_finite(self, rows: int) -> None:
+        with self._writes_lock:
+            self.non_finite_rows += rows
+
+    def _too_late(self, order: SaveOrder) -> Refusal:
+        return Refusal(
+            order.request_id,
+            order.path,
+            "deadline",
+            f"it was not published within {self._options.publish_deadline_s:g} s after its request "
+            "had finished: write to a faster disk, or set hscache_publish_deadline_s higher where "
+            "readers wait longer",
+        )
+
+    def _refuse(self, refusal: Refusal, lock: SampleLock | None) -> None:
+        """On any thread; the lock, where there is one, is released."""
         # A client that went away is no fault of the engine.
         level = logging.INFO if refusal.reason == "aborted" else logging.ERROR
         logger.log(
@@ -226,30 +331,40 @@ class WorkerSide:
             refusal.reason,
             refusal.detail,
         )
+        answer = refusal.request_id, refusal.reason, refusal.detail
         try:
-            write_error(refusal.path, refusal.request_id, refusal.reason, refusal.detail)
+            if lock is None:
+                root = self._options.root_of(refusal.path)
+                write_error(refusal.path, *answer, root=root)
+            else:
+                lock.refuse(*answer)
         except OSError as error:
-            # Who waits learns it from the lock let go without a sample.
+            # Who waits for the lock learns it from there.
             logger.error("the reason could not be written to %s.error: %s", refusal.path, error)
 
     # --- the end --------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """Writes what can be written in a few seconds, refuses the rest. Idempotent."""
+        """Writes what can be written in a few seconds, refuses the rest. Idempotent.
+
+        Requests that are still computed are refused too: nothing of them will come any more.
+        """
         owned, self._owned = self._owned, None
         if owned is None:
             return
-        for order in self._waiting:
-            self._refuse(_shut_down(order))
+        for due in self._waiting:
+            live = self._live.pop(due.order.request_id, None)
+            self._refuse(_shut_down(due.order), None if live is None else live.lock)
         self._waiting.clear()
+        for request_id, live in self._live.items():
+            detail = "the engine shut down before the request had ended"
+            self._refuse(Refusal(request_id, live.path, "shutdown", detail), live.lock)
+        self._live.clear()
         with self._writes_lock:
             futures = list(self._writes)
         wait(futures, timeout=_SHUTDOWN_S)
         owned.writers.shutdown(wait=False, cancel_futures=True)
         owned.store.close()
-        for lock in self._locks.values():
-            lock.release()
-        self._locks.clear()
 
 
 def _current_stream(paged: torch.Tensor) -> int | None:
