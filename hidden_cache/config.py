@@ -42,6 +42,7 @@ _CONNECTOR_KINDS: dict[str, type] = {
     "custom_path_root": os.PathLike,
     "non_finite": str,
     "publish_deadline_s": float,
+    "rows_come_with_kv": bool,
     "when_full": str,
 }
 # LMCache's names for settings of the store, and what holds where its file does not give them.

@@ -79,8 +79,8 @@ class SampleRefusedError(HiddenCacheError):
         path: where the sample would have been.
         request_id: whose it is, empty where unknown.
         reason: one word for programs: `aborted`, `incomplete`, `pool_full`, `write_failed`,
-            `transfer_failed`, `non_finite`, `deadline`, `too_many_files`, `shutdown`,
-            `writer_died`.
+            `transfer_failed`, `non_finite`, `foreign_kv`, `weights_changed`, `deadline`,
+            `too_many_files`, `shutdown`, `writer_died`.
         detail: a sentence for people.
     """
 

@@ -2,8 +2,94 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import torch
+
+from hidden_cache import _native
+from hidden_cache.errors import HiddenCacheError, TransferError
+from hidden_cache.formats import RowFormat
+from hidden_cache.index import NONE
+
+if TYPE_CHECKING:
+    from hidden_cache.store import HiddenStateStore
+
+
+@dataclass(slots=True)
+class HeldChunk:
+    """A chunk of a request as its holder has it.
+
+    Attributes:
+        number: of the chunk in the index, pinned; NONE where it has none.
+        slots: by layer, those that are no chunk's in the index; the other layers are.
+        form: what is in `slots`.
+    """
+
+    number: int = NONE
+    form: int = NONE
+    slots: dict[int, int] = field(default_factory=dict)
+
+
+class Lease:
+    """A request's rows in the pool, held until released: `[num_tokens, layers, hidden]`.
+
+    Some may have been there before, some may still be on their way. Thread-safe, except that
+    `release` must not run beside a `read`.
+
+    Attributes:
+        num_tokens: how many rows.
+        layer_idxs: the layers, in the order in which `read` gives them.
+        tokens_from_pool: tokens that were not copied, because their chunk was there already.
+        tickets: the transfers that were not done when the lease was made, of what was brought.
+        new_chunks: chunks that were brought, or some layer of them.
+        dtype, hidden: what a row is, as it was given; the pool may keep it as something else.
+    """
+
+    def __init__(
+        self,
+        store: HiddenStateStore,
+        chunks: Sequence[HeldChunk],
+        *,
+        num_tokens: int,
+        layer_idxs: tuple[int, ...],
+        tickets: list[_native.Ticket],
+        tokens_from_pool: int,
+        new_chunks: int,
+        hidden: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self._store = store
+        self._chunks = chunks
+        self.tickets = tickets
+        self._released = False
+        self.num_tokens = num_tokens
+        self.layer_idxs = layer_idxs
+        self.tokens_from_pool = tokens_from_pool
+        self.new_chunks = new_chunks
+        self.dtype = dtype
+        self.hidden = hidden
+
+    @property
+    def source_free(self) -> bool:
+        """Whether the memory that the rows came from is not read any more, and may be reused."""
+        return all(ticket.ended for ticket in self.tickets)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Waits until all rows are in the pool; by default until they are or a transfer fails.
+
+        Returns:
+            Whether they are; False only where `timeout_s` seconds have passed first.
+
+        Raises:
+            TransferError: a transfer that brings some of them failed.
+            HiddenCacheError: released, or called in a forked child, where none would end.
+        """
+        with self._store._guard():
+            tickets = self._pending()
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         for ticket in tickets:
             if not ticket.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):

@@ -166,11 +166,16 @@ class RequestWriter:
         Args:
             like: the paged cache, or rows `[n, layers, hidden]`, that they will come from.
             num_tokens, chunks, errors: as `append_paged`.
-            must_be_there: rows that nobody can bring: they are in the pool, or it raises
-                MissingRowsError and holds nothing.
+            must_be_there: nobody can bring these rows: from where the writer stands on they are
+                in the pool, or it raises MissingRowsError.
         """
         with self._store._guard():
             kind = self._kind_of(like)
+            for chunk in self._chunks if must_be_there else ():
+                if chunk.slots and chunk.end > self.num_tokens and chunk.start < num_tokens:
+                    raise MissingRowsError(
+                        f"tokens {chunk.start} to {chunk.end} are not in the pool"
+                    )
             opened = self._open(kind, num_tokens, chunks, must_be_there=must_be_there)
             self._kind = kind
             self._chunks += opened

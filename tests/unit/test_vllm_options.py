@@ -377,7 +377,10 @@ def test_no_version_at_all_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def engine(
-    method: str | None = "extract_hidden_states", layer_ids: Any = (2, 15), **changes: Any
+    method: str | None = "extract_hidden_states",
+    layer_ids: Any = (2, 15),
+    stages: int = 1,
+    **changes: Any,
 ) -> Any:
     """As much of a `VllmConfig` as is looked at."""
     hf_config = SimpleNamespace(eagle_aux_hidden_state_layer_ids=layer_ids)
@@ -388,13 +391,16 @@ def engine(
     return SimpleNamespace(
         speculative_config=speculative if method else None,
         model_config=SimpleNamespace(**{**model, **changes}),
-        cache_config=SimpleNamespace(block_size=128),
+        cache_config=SimpleNamespace(block_size=128, prefix_caching_hash_algo="sha256"),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=stages),
     )
 
 
 def spec(kind: type) -> Any:
-    """A spec of that kind; what is in it is not looked at."""
-    return object.__new__(kind)
+    """A spec of that kind, of which only the block size is looked at."""
+    made: Any = object.__new__(kind)
+    object.__setattr__(made, "block_size", 128)
+    return made
 
 
 def groups(*groups: tuple[type, list[str]], hash_block_size: int | None = None) -> Any:
@@ -414,7 +420,12 @@ def test_the_shape_is_read_from_the_engine() -> None:
     shape = EngineShape.of(engine(), ONE_GROUP)
     assert (shape.model, shape.layer_ids, shape.group_id) == ("m", (2, 15), 0)
     assert shape.hash_block_size == 128
-    assert shape.weights_epoch == 0
+    assert shape.block_size == 128
+
+
+def test_pipeline_stages_are_refused_at_the_start() -> None:
+    with pytest.raises(ConfigError, match="pipeline_parallel_size is 2, .* set .* to 1"):
+        EngineShape.of(engine(stages=2), ONE_GROUP)
 
 
 def test_a_hash_block_size_of_its_own_wins() -> None:
@@ -469,7 +480,7 @@ def test_what_makes_other_rows_makes_another_namespace() -> None:
         engine(dtype="float16"),
         engine(quantization="fp8"),
     ]
-    assert len({EngineShape.of(e, ONE_GROUP).namespace for e in engines}) == len(engines)
+    assert len({EngineShape.of(e, ONE_GROUP).identity for e in engines}) == len(engines)
     assert EngineShape.of(engine(), ONE_GROUP) == EngineShape.of(engine(), ONE_GROUP)
 
 

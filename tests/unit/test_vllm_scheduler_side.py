@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +12,39 @@ import torch
 
 from hidden_cache.config import HiddenCacheConfig
 from hidden_cache.files import sample_name
+from hidden_cache.keys import make_namespace
 
 pytest.importorskip("vllm")
 
 from vllm.sampling_params import SamplingParams
-from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.output import KVConnectorBlockState, NewRequestData, SchedulerOutput
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from hidden_cache.integrations.vllm.messages import SaveOrder, StepMetadata
+from hidden_cache.integrations.vllm.messages import (
+    Progress,
+    Refusal,
+    Rows,
+    SaveOrder,
+    StepMetadata,
+)
 from hidden_cache.integrations.vllm.options import ConnectorOptions, EngineShape
 from hidden_cache.integrations.vllm.scheduler import SchedulerSide
 
 HASH_BLOCK = 4
 CHUNK = 8
+BLOCK = 8
 FOLDER = "/data/hidden-states"
 SHAPE = EngineShape(
-    model="m", layer_ids=(1, 2), group_id=1, hash_block_size=HASH_BLOCK, namespace=b"n:"
+    model="m",
+    layer_ids=(1, 2),
+    group_id=1,
+    hash_block_size=HASH_BLOCK,
+    block_size=BLOCK,
+    identity=(("model", "m"),),
 )
 BLOCKS = ([90, 91], [5, 6, 7])  # of two groups; the hidden states are in the second
+NAMESPACES = [make_namespace(model="m", weights_epoch=epoch) for epoch in range(2)]
 
 
 @pytest.fixture
@@ -72,10 +87,39 @@ def make_request(
     return request
 
 
-def schedule(side: SchedulerSide, *new: Request) -> StepMetadata:
+def schedule(
+    side: SchedulerSide,
+    *new: Request,
+    tokens: dict[str, int] | None = None,
+    blocks: Sequence[list[int]] = BLOCKS,
+    preempted: Sequence[str] = (),
+    resumed: Sequence[Request] = (),
+) -> StepMetadata:
+    """A step's news, in which so many tokens of each request are computed."""
     output = SchedulerOutput.make_empty()
+    for request in new:
+        if request.request_id not in side._live:
+            side.on_new_request(request)
     output.scheduled_new_reqs = [NewRequestData.from_request(r, BLOCKS) for r in new]
+    cached = output.scheduled_cached_reqs
+    cached.req_ids = [request.request_id for request in resumed]
+    cached.resumed_req_ids = set(cached.req_ids)
+    cached.num_computed_tokens = [request.num_computed_tokens for request in resumed]
+    output.preempted_req_ids = set(preempted)
+    output.num_scheduled_tokens = tokens or {}
+    output.kv_connector_block_state = KVConnectorBlockState(
+        req_ids=set(tokens or {}),
+        resolve_block_ids=lambda _: tuple(blocks),
+        boundary_state_offloads={},
+    )
     return side.build_connector_meta(output)
+
+
+def read_up_to(side: SchedulerSide, step: int, released: Sequence[str] = ()) -> None:
+    """The workers tell that nothing is read any more that was told up to that step."""
+    side.update_connector_output(
+        KVConnectorOutput(finished_sending=set(released), kv_connector_worker_meta=Progress(step))
+    )
 
 
 def finish(
@@ -91,18 +135,32 @@ def saved(side: SchedulerSide, request: Request) -> SaveOrder:
     assert held
     assert told == {"hidden_states_path": f"{FOLDER}/r.safetensors"}
     news = schedule(side)
-    assert (news.new_paths, news.refusals) == ({}, [])
-    (order,) = news.saves
+    assert news.new_paths == {}
+    (order,) = news.endings
+    assert isinstance(order, SaveOrder)
     return order
+
+
+def keys_up_to(chunks: int, *, epoch: int = 0) -> list[bytes]:
+    return [NAMESPACES[epoch] + b"hash %d" % (2 * place + 1) for place in range(chunks)]
+
+
+def rows_of(order: SaveOrder) -> Rows:
+    assert order.rows is not None
+    assert order.rows.num_tokens == order.num_tokens
+    return order.rows
+
+
+def keys_of(rows: Rows) -> list[Hashable]:
+    return [chunk.key for chunk in rows.chunks]
 
 
 def refused(side: SchedulerSide, request: Request) -> tuple[str, str]:
     schedule(side, request)
     assert finish(side, request) == (False, {"hidden_states_path": f"{FOLDER}/r.safetensors"})
-    assert not side.has_held_blocks()
-    news = schedule(side)
-    assert news.saves == []
-    (refusal,) = news.refusals
+    assert not side.has_pending_block_frees()
+    (refusal,) = schedule(side).endings
+    assert isinstance(refusal, Refusal)
     assert (refusal.request_id, refusal.path) == ("r", f"{FOLDER}/r.safetensors")
     return refusal.reason, refusal.detail
 
@@ -116,18 +174,16 @@ def test_the_prompts_rows_are_saved(side: SchedulerSide, prompt: int, generated:
     order = saved(side, make_request(prompt, generated))
     assert order.num_tokens == prompt
     assert order.token_ids == list(range(100, 100 + prompt))
-    assert order.block_ids == [5, 6, 7]
-    assert order.chunks[-1].end == prompt
-    keys = [chunk.key for chunk in order.chunks]
-    assert keys[: prompt // CHUNK] == [b"n:hash 1", b"n:hash 3"][: prompt // CHUNK]
-    assert keys[prompt // CHUNK :] == [None] * (prompt % CHUNK > 0)
+    rows = rows_of(order)
+    assert (rows.first_token, rows.block_ids) == (0, [5, 6, 7][: -(-prompt // BLOCK)])
+    assert keys_of(rows) == keys_up_to(prompt // CHUNK)
 
 
 def test_output_tokens_are_included_but_for_the_last(side: SchedulerSide) -> None:
     order = saved(side, make_request(20, 5, include_output_tokens=True))
     assert order.token_ids == [*range(100, 120), *range(900, 904)]
     assert order.num_tokens == 24
-    assert [chunk.key for chunk in order.chunks] == [b"n:hash 1", b"n:hash 3", b"n:hash 5"]
+    assert keys_of(rows_of(order)) == keys_up_to(3)
 
 
 def test_output_tokens_are_left_out_when_asked_so(side: SchedulerSide) -> None:
@@ -135,14 +191,13 @@ def test_output_tokens_are_left_out_when_asked_so(side: SchedulerSide) -> None:
 
 
 def test_a_request_without_hashes_is_saved_without_keys(side: SchedulerSide) -> None:
-    order = saved(side, make_request(hashed=False))
-    assert [(chunk.end, chunk.key) for chunk in order.chunks] == [(8, None), (16, None), (20, None)]
+    assert rows_of(saved(side, make_request(hashed=False))).chunks == []
 
 
 def test_a_prompt_of_embeddings_has_rows_and_no_ids(side: SchedulerSide) -> None:
     order = saved(side, make_request(None, 3, embeddings=12))
     assert (order.num_tokens, order.token_ids) == (12, [])
-    assert order.chunks[-1].end == 12
+    assert rows_of(order).block_ids == [5, 6]
 
 
 def test_a_prompt_of_embeddings_has_no_ids_with_output_either(side: SchedulerSide) -> None:
@@ -168,10 +223,11 @@ def test_the_order_does_not_change_with_the_request(side: SchedulerSide) -> None
     blocks = [[90], [5, 6, 7]]
     schedule(side, request)
     finish(side, request, blocks)
-    (order,) = schedule(side).saves
+    (order,) = schedule(side).endings
+    assert isinstance(order, SaveOrder)
     blocks[1].clear()
     request.append_output_token_ids(7)
-    assert order.block_ids == [5, 6, 7]
+    assert rows_of(order).block_ids == [5, 6, 7]
     assert order.token_ids == list(range(100, 120))
 
 
@@ -202,7 +258,7 @@ def test_a_request_that_was_never_scheduled_is_nobodys(side: SchedulerSide) -> N
     request = make_request(status=RequestStatus.FINISHED_ABORTED, computed=0)
     assert finish(side, request, ([], [])) == (False, None)
     news = schedule(side)
-    assert (news.new_paths, news.saves, news.refusals) == ({}, [], [])
+    assert (news.new_paths, news.endings) == ({}, [])
 
 
 # Paths
@@ -252,7 +308,7 @@ def test_a_path_that_a_client_chose_is_announced_told_and_ordered(
     expected = str(tmp_path / "a" / "mine")
     assert schedule(choosing, request).new_paths == {"r": expected}
     assert finish(choosing, request) == (True, {"hidden_states_path": expected})
-    assert schedule(choosing).saves[0].path == expected
+    assert schedule(choosing).endings[0].path == expected
 
 
 def test_a_path_that_a_client_chose_is_ignored_where_that_is_off(
@@ -281,7 +337,7 @@ def test_a_finished_requests_id_may_come_again(side: SchedulerSide) -> None:
         request = make_request()
         assert schedule(side, request).new_paths == {"r": f"{FOLDER}/r.safetensors"}
         assert finish(side, request)[0]
-        side.blocks_released({"r"})
+        read_up_to(side, -1, ["r"])
 
 
 # Steps and blocks
@@ -293,20 +349,160 @@ def test_every_step_has_its_own_number_and_news(side: SchedulerSide) -> None:
     first, second = make_request(request_id="a"), make_request(request_id="b")
     schedule(side, first, second)
     finish(side, first)
-    assert [order.request_id for order in schedule(side).saves] == ["a"]
+    assert [ending.request_id for ending in schedule(side).endings] == ["a"]
     finish(side, second)
-    assert [order.request_id for order in schedule(side).saves] == ["b"]
+    assert [ending.request_id for ending in schedule(side).endings] == ["b"]
 
 
 def test_blocks_are_held_until_they_are_released(side: SchedulerSide) -> None:
-    assert not side.has_held_blocks()
+    assert not side.has_pending_block_frees()
     for name in ("a", "b"):
         request = make_request(request_id=name)
         schedule(side, request)
         finish(side, request)
-    assert side.has_held_blocks()
-    side.blocks_released(None)
-    side.blocks_released({"a"})
-    assert side.has_held_blocks()
-    side.blocks_released({"b", "unknown"})
-    assert not side.has_held_blocks()
+    assert side.has_pending_block_frees()
+    read_up_to(side, 0)
+    read_up_to(side, 0, ["a"])
+    assert side.has_pending_block_frees()
+    read_up_to(side, 0, ["b", "unknown"])
+    assert not side.has_pending_block_frees()
+
+
+# Rows, step by step
+
+
+def begun(prompt: int, **more: Any) -> Request:
+    """A request of which nothing is computed."""
+    return make_request(prompt, 0, status=RequestStatus.RUNNING, computed=0, **more)
+
+
+def step(side: SchedulerSide, request: Request, count: int, *, new: bool = False) -> Rows | None:
+    """Computes so many tokens; what is told of the request."""
+    tokens = {"r": count}
+    news = schedule(side, request, tokens=tokens) if new else schedule(side, tokens=tokens)
+    request.num_computed_tokens += count
+    return news.rows.get("r")
+
+
+def test_whole_chunks_are_told_as_they_are_computed_and_the_prompts_tail_at_its_end(
+    side: SchedulerSide,
+) -> None:
+    request = begun(20)
+    assert step(side, request, 7, new=True) is None, "no whole chunk yet"
+    first = step(side, request, 5)
+    assert first is not None
+    assert (first.num_tokens, first.first_token, first.block_ids) == (8, 0, [5])
+    assert keys_of(first) == keys_up_to(2), "all that the prompt has"
+    last = step(side, request, 8)
+    assert last is not None
+    assert (last.num_tokens, last.first_token, last.block_ids) == (20, 8, [6, 7])
+    assert last.chunks == []
+    request.append_output_token_ids(1)
+    assert step(side, request, 2) is None, "the prompt's rows are all that is wanted"
+    request.status = RequestStatus.FINISHED_STOPPED
+    assert finish(side, request)[0], "they may be read still"
+    (order,) = schedule(side).endings
+    assert isinstance(order, SaveOrder)
+    assert (order.num_tokens, order.rows) == (20, None)
+
+
+def test_rows_of_output_are_told_once_their_tokens_are_accepted(side: SchedulerSide) -> None:
+    request = begun(6, include_output_tokens=True)
+    assert step(side, request, 6, new=True) is None
+    told = None
+    for token in range(4):
+        request.append_output_token_ids(900 + token)
+        # The engine also computes a token that it guesses, and takes that back.
+        told = step(side, request, 2)
+        request.num_computed_tokens -= 1
+        if token < 2:
+            assert told is None, f"{request.num_tokens} tokens are known, the last has no row"
+        if told is not None:
+            break
+    assert told is not None
+    assert (told.num_tokens, told.block_ids) == (8, [5])
+    assert keys_of(told) == keys_up_to(1)
+
+
+def test_after_a_preemption_rows_are_told_from_the_first_on_with_their_new_blocks(
+    side: SchedulerSide,
+) -> None:
+    for again_as_new in (False, True):
+        request = begun(20)
+        step(side, request, 16, new=True)
+        request.num_computed_tokens = 0
+        news = schedule(side, preempted=["r"])
+        assert news.preempted == ["r"]
+        blocks: tuple[list[int], ...] = ([], [30, 31, 32])
+        if again_as_new:
+            news = schedule(side, request, tokens={"r": 16}, blocks=blocks)
+        else:
+            news = schedule(side, resumed=[request], tokens={"r": 16}, blocks=blocks)
+        assert news.new_paths == {}
+        rows = news.rows["r"]
+        assert (rows.num_tokens, rows.first_token, rows.block_ids) == (16, 0, [30, 31])
+        assert rows.chunks == [], "its keys are those that were told"
+        request.status = RequestStatus.FINISHED_ABORTED
+        finish(side, request)
+
+
+def test_running_requests_are_not_preempted_while_their_rows_are_read(side: SchedulerSide) -> None:
+    request = begun(20)
+    assert not side.has_pending_block_frees()
+    news = schedule(side, request, tokens={"r": 16})
+    assert side.has_pending_block_frees()
+    read_up_to(side, news.step - 1)
+    assert side.has_pending_block_frees()
+    read_up_to(side, news.step)
+    assert not side.has_pending_block_frees()
+
+
+def test_an_aborted_requests_blocks_are_held_while_its_rows_are_read(side: SchedulerSide) -> None:
+    for is_read in (True, False):
+        request = begun(20)
+        news = schedule(side, request, tokens={"r": 16})
+        if not is_read:
+            read_up_to(side, news.step)
+        request.status = RequestStatus.FINISHED_ABORTED
+        assert finish(side, request)[0] is is_read
+        (refusal,) = schedule(side).endings
+        assert isinstance(refusal, Refusal)
+        assert (refusal.reason, refusal.reported) == ("aborted", is_read)
+        read_up_to(side, news.step, ["r"] if is_read else [])
+
+
+# KV that comes from elsewhere
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_tokens_beyond_the_engines_own_hits_are_told_to_be_foreign(trusted: bool) -> None:
+    options = ConnectorOptions(shared_storage_path=FOLDER, rows_come_with_kv=trusted)
+    side = SchedulerSide(SHAPE, options, HiddenCacheConfig(chunk_size=CHUNK))
+    request = begun(20)
+    side.local_hit(request, 4)
+    request.num_computed_tokens = 12
+    rows = schedule(side, request, tokens={"r": 8}).rows["r"]
+    assert rows.foreign == (None if trusted else (4, 12))
+
+
+def test_the_engines_own_hits_are_not_foreign(side: SchedulerSide) -> None:
+    request = begun(20)
+    side.local_hit(request, 12)
+    request.num_computed_tokens = 12
+    assert schedule(side, request, tokens={"r": 8}).rows["r"].foreign is None
+
+
+# New weights
+
+
+def test_after_a_reset_keys_are_others_and_rows_are_told_from_the_first_on(
+    side: SchedulerSide,
+) -> None:
+    request = begun(20)
+    assert schedule(side, request, tokens={"r": 8}).weights_epoch == 0
+    request.num_computed_tokens = 8
+    side.reset_cache()
+    news = schedule(side, tokens={"r": 8})
+    assert news.weights_epoch == 1
+    assert news.rows["r"].first_token == 0
+    assert keys_of(news.rows["r"]) == keys_up_to(2, epoch=1)

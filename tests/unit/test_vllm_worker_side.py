@@ -9,7 +9,7 @@ import os
 import resource
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from dataclasses import replace
 from functools import partial
@@ -34,14 +34,14 @@ from hidden_cache.files import (
     write_error,
     write_sample,
 )
-from hidden_cache.keys import Chunk, TokenChunker
+from hidden_cache.keys import TokenChunker
 from tests.threads import PATIENCE_S, none_but, threads_now
 from tests.unit import make_paged, make_rows
 
 pytest.importorskip("vllm")
 
-from hidden_cache.integrations.vllm import worker
-from hidden_cache.integrations.vllm.messages import Refusal, SaveOrder, StepMetadata
+from hidden_cache.integrations.vllm import samples, worker
+from hidden_cache.integrations.vllm.messages import Refusal, Rows, SaveOrder, StepMetadata
 from hidden_cache.integrations.vllm.options import ConnectorOptions, EngineShape
 from hidden_cache.integrations.vllm.worker import WorkerSide
 
@@ -59,8 +59,8 @@ SHAPE = EngineShape(
     layer_ids=LAYER_IDS,
     group_id=0,
     hash_block_size=CHUNK,
-    namespace=b"",
-    weights_epoch=0,
+    block_size=BLOCK,
+    identity=(),
 )
 
 
@@ -84,10 +84,16 @@ class Driver:
         config = HiddenCacheConfig(chunk_size=CHUNK, pool_bytes=pool_bytes, max_pending=max_pending)
         self.side = WorkerSide(SHAPE, connector, config)
         self._step = 0
+        self._lengths: dict[str, int] = {}
 
     def own(self) -> Driver:
         self.side.own(self._paged)
         return self
+
+    @property
+    def samples(self) -> samples.Samples:
+        assert self.side._owned is not None
+        return self.side._owned.samples
 
     def path(self, request_id: str) -> str:
         return str(self.folder / sample_name(request_id))
@@ -97,25 +103,46 @@ class Driver:
     ) -> SaveOrder:
         """Asks for the first `length` rows of the request at that place in the cache."""
         tokens = [1000 * place + i for i in range(length)]
-        chunks = TokenChunker(CHUNK).chunks(tokens) if keyed else []
-        starts = range(len(chunks) * CHUNK, length, CHUNK)
-        chunks += [Chunk(start, min(start + CHUNK, length), None) for start in starts]
+        rows = self.rows(place, length, keyed=keyed)
+        return SaveOrder(request_id, self.path(request_id), tokens, length, rows)
+
+    def rows(self, place: int, length: int, *, begin: int = 0, keyed: bool = False) -> Rows:
+        """Tells of rows `[0, length)`, of which those up to `begin` were told of before."""
+        tokens = [1000 * place + i for i in range(LENGTH)]
+        known = TokenChunker(CHUNK).chunks(tokens) if keyed else []
+        chunks = [] if begin else known
         blocks = LENGTH // BLOCK
         table = BLOCK_IDS[place * blocks : (place + 1) * blocks]
-        return SaveOrder(request_id, self.path(request_id), table, tokens, length, chunks)
+        first = begin // BLOCK
+        return Rows(length, first * BLOCK, table[first : -(-length // BLOCK)], chunks)
 
     def begin(self, *request_ids: str) -> None:
         """A step in which these are scheduled for the first time."""
         self.step(new_paths={name: self.path(name) for name in request_ids})
 
-    def step(self, **news: Any) -> StepMetadata:
-        self._step += 1
-        metadata = StepMetadata(step=self._step, **news)
-        self.side.step(metadata)
+    def step(
+        self,
+        *,
+        saves: Sequence[SaveOrder] = (),
+        refusals: Sequence[Refusal] = (),
+        **news: Any,
+    ) -> StepMetadata:
+        """One step of the engine, with all hooks."""
+        metadata = self.tell(endings=[*refusals, *saves], **news)
+        self.side.take_in(metadata)
+        self.side.rows_are_there()
         return metadata
+
+    def tell(self, **news: Any) -> StepMetadata:
+        """The news of the next step, which nobody has seen yet."""
+        self._step += 1
+        lengths = {name: self._lengths.get(name, LENGTH) for name in news.get("new_paths", {})}
+        return StepMetadata(step=self._step, prompt_lengths=lengths, **news)
 
     def save(self, *orders: SaveOrder) -> None:
         """These requests begin, and finish in the next step."""
+        for order in orders:
+            self._lengths[order.request_id] = order.num_tokens
         self.begin(*(order.request_id for order in orders))
         self.step(saves=list(orders))
 
@@ -127,7 +154,8 @@ class Driver:
 
     def settle(self) -> None:
         """Has the writers do all that they have been given."""
-        wait(list(self.side._writes), PATIENCE_S)
+        assert self.side._owned is not None
+        wait(list(self.side._owned.samples._writes), PATIENCE_S)
 
     def load(self, request_id: str) -> dict[str, torch.Tensor]:
         return load_hidden_states(self.path(request_id), timeout=PATIENCE_S)
@@ -174,7 +202,7 @@ class Gate:
         self._open = threading.Event()
         self._arrivals = threading.Semaphore(0)
         self._write = write_sample
-        monkeypatch.setattr(worker, "write_sample", self._pass)
+        monkeypatch.setattr(samples, "write_sample", self._pass)
 
     def _pass(self, *arguments: Any, **keywords: Any) -> Written:
         self._arrivals.release()
@@ -253,7 +281,7 @@ def test_many_requests_at_once(drive: Callable[..., Driver]) -> None:
 def test_a_request_is_written_through_a_small_window(
     drive: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker, "_WINDOW_BYTES", 5 * len(LAYER_IDS) * HIDDEN * 4)
+    monkeypatch.setattr(samples, "_WINDOW_BYTES", 5 * len(LAYER_IDS) * HIDDEN * 4)
     driver = drive().own()
     driver.save(driver.order("r", 1))
     assert torch.equal(driver.load("r")["hidden_states"], rows_at(1))
@@ -262,7 +290,7 @@ def test_a_request_is_written_through_a_small_window(
 def test_a_token_larger_than_the_window_is_written(
     drive: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker, "_WINDOW_BYTES", 1)
+    monkeypatch.setattr(samples, "_WINDOW_BYTES", 1)
     driver = drive().own()
     driver.save(driver.order("r", 1))
     assert torch.equal(driver.load("r")["hidden_states"], rows_at(1))
@@ -275,10 +303,10 @@ def test_chunks_that_are_in_the_pool_are_not_gathered_again(
     driver.save(driver.order("first", 1, 11, keyed=True))
     driver.load("first")
     # The same tokens at another place of the cache, where the computation gave other rows.
-    again = replace(
-        driver.order("again", 1, 11, keyed=True), block_ids=driver.order("", 4).block_ids
-    )
-    driver.save(again)
+    again = driver.order("again", 1, 11, keyed=True)
+    assert again.rows is not None
+    elsewhere = driver.rows(4, 11).block_ids
+    driver.save(replace(again, rows=replace(again.rows, block_ids=elsewhere)))
     expected = torch.cat([rows_at(1, 8), rows_at(4, 11)[8:]])
     assert torch.equal(driver.load("again")["hidden_states"], expected)
     assert read_metadata(driver.path("again"))["tokens_from_pool"] == "8"
@@ -331,10 +359,10 @@ def test_the_same_step_seen_by_several_hooks_counts_once(drive: Callable[..., Dr
     driver = drive().own()
     driver.begin("r")
     news = driver.step(saves=[driver.order("r")])
-    driver.side.step(news)
+    driver.side.take_in(news)
     driver.arrive()
     assert driver.side.reported() == {"r"}
-    driver.side.step(news)
+    driver.side.take_in(news)
     driver.arrive()
     assert driver.side.reported() == set()
 
@@ -349,9 +377,9 @@ def test_a_rank_that_does_not_write_reports_each_request_once_and_opens_nothing(
         saves=[driver.order("a"), driver.order("b")],
         refusals=[Refusal("c", driver.path("c"), "aborted", "why")],
     )
-    driver.side.step(news)
+    driver.side.take_in(news)
     assert driver.side.reported() == {"a", "b"}
-    driver.side.step(news)
+    driver.side.take_in(news)
     assert driver.side.reported() == set()
     assert not driver.folder.exists()
     assert store._opened is None
@@ -449,7 +477,9 @@ def test_a_refusal_reaches_who_waits(drive: Callable[..., Driver]) -> None:
 
 def test_a_block_that_is_not_there_is_told(drive: Callable[..., Driver]) -> None:
     driver = drive().own()
-    driver.save(replace(driver.order("r"), block_ids=[10_000] * 4))
+    order = driver.order("r")
+    assert order.rows is not None
+    driver.save(replace(order, rows=replace(order.rows, block_ids=[10_000] * 4)))
     reason, detail = driver.refusal("r")
     assert reason == "transfer_failed"
     assert "block_ids[0] is 10000" in detail
@@ -495,7 +525,7 @@ def test_a_sample_that_cannot_be_written_is_told(
 
     driver = drive().own()
     with monkeypatch.context() as patch:
-        patch.setattr(worker, "write_sample", refuse)
+        patch.setattr(samples, "write_sample", refuse)
         driver.save(driver.order("r", 0, 11, keyed=True))
         assert driver.refusal("r") == ("write_failed", str(error))
     driver.arrive()
@@ -556,7 +586,7 @@ def test_a_name_that_was_another_writers_can_be_had_again(drive: Callable[..., D
 def test_a_place_that_cannot_be_taken_is_told(drive: Callable[..., Driver], lock: bool) -> None:
     driver = drive(lock=lock).own()
     os.makedirs(lock_path(driver.path("r")))
-    driver.begin("r")
+    driver.begin("r", "other")
     assert "its place could not be taken" in driver.told("r")["detail"]
     driver.step(saves=[driver.order("r"), driver.order("other", 1)])
     assert torch.equal(driver.load("other")["hidden_states"], rows_at(1))
@@ -617,7 +647,7 @@ def test_rows_that_are_no_numbers_are_refused_by_default(
     assert "2 of 24 rows hold an infinity or a NaN, the first at token 4" in detail
     driver.load("good")
     driver.settle()
-    assert driver.side.non_finite_rows == 2
+    assert driver.samples.non_finite_rows == 2
 
 
 def test_rows_that_are_no_numbers_are_marked_where_asked(
@@ -630,7 +660,7 @@ def test_rows_that_are_no_numbers_are_marked_where_asked(
     driver.load("good")
     assert read_metadata(driver.path("good"))["non_finite_rows"] == "0"
     driver.settle()
-    assert driver.side.non_finite_rows == 2
+    assert driver.samples.non_finite_rows == 2
 
 
 def test_rows_that_are_no_numbers_are_not_looked_for_where_allowed(
@@ -641,7 +671,7 @@ def test_rows_that_are_no_numbers_are_not_looked_for_where_allowed(
     driver.load("r")
     assert "non_finite_rows" not in read_metadata(driver.path("r"))
     driver.settle()
-    assert driver.side.non_finite_rows == 0
+    assert driver.samples.non_finite_rows == 0
 
 
 # Deadlines
@@ -653,6 +683,7 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
         stand_in = SimpleNamespace(monotonic=lambda: self.now)
+        monkeypatch.setattr(samples, "time", stand_in)
         monkeypatch.setattr(worker, "time", stand_in)
 
 
@@ -685,7 +716,7 @@ def test_a_write_that_takes_too_long_is_given_up_between_pieces(
     clock: Clock,
     pieces_before: int,
 ) -> None:
-    windows, given = worker._windows, 0
+    windows, given = samples._windows, 0
 
     def slow(lease: Any) -> Iterator[torch.Tensor]:
         nonlocal given
@@ -695,10 +726,10 @@ def test_a_write_that_takes_too_long_is_given_up_between_pieces(
                 clock.now += 8
             yield rows
 
-    monkeypatch.setattr(worker, "_WINDOW_BYTES", 4 * len(LAYER_IDS) * HIDDEN * 4)  # three pieces
+    monkeypatch.setattr(samples, "_WINDOW_BYTES", 4 * len(LAYER_IDS) * HIDDEN * 4)  # three pieces
     driver = drive(publish_deadline_s=8.0).own()
     with monkeypatch.context() as patch:
-        patch.setattr(worker, "_windows", slow)
+        patch.setattr(samples, "_windows", slow)
         driver.save(driver.order("r"))
         assert driver.refusal("r")[0] == "deadline"
     assert given == pieces_before
@@ -900,7 +931,7 @@ def test_a_rank_that_does_not_write_has_nothing_to_shut_down(drive: Callable[...
 @pytest.mark.parametrize(
     ("paged", "message"),
     [
-        (PAGED[0], r"has shape \[2, 3, 4\], expected \[num_blocks, 2, block_size, hidden\]"),
+        (PAGED[0], r"has shape \[2, 3, 4\], expected \[num_blocks, 2, 3, hidden\]"),
         (PAGED[:, :1], r"has shape \[27, 1, 3, 4\], expected \[num_blocks, 2, "),
         (PAGED.to("meta"), "paged is on meta, must be in host or CUDA memory"),
     ],
@@ -934,3 +965,259 @@ def test_the_reason_is_json_that_others_can_read(drive: Callable[..., Driver]) -
         "reason": "aborted",
         "detail": "why",
     }
+
+
+# Step by step
+
+
+def told_until(driver: Driver, name: str, place: int, stops: Sequence[int], **more: Any) -> None:
+    """A request of LENGTH tokens begins, and its rows are told up to these."""
+    driver.begin(name)
+    for begin, stop in zip([0, *stops], stops, strict=False):
+        driver.step(rows={name: driver.rows(place, stop, begin=begin, **more)})
+
+
+def ended(driver: Driver, name: str, place: int, begin: int = LENGTH, **more: Any) -> SaveOrder:
+    """The order at the end of a request whose rows were told up to `begin`."""
+    rows = driver.rows(place, LENGTH, begin=begin, **more) if begin < LENGTH else None
+    return replace(driver.order(name, place, **more), rows=rows)
+
+
+@pytest.mark.parametrize("stops", [[12], [4, 8, 12], [8, 12], [4, 12]])
+@pytest.mark.parametrize("keyed", [False, True])
+def test_rows_that_come_step_by_step(
+    drive: Callable[..., Driver], stops: list[int], keyed: bool
+) -> None:
+    driver = drive().own()
+    told_until(driver, "r", 2, stops, keyed=keyed)
+    driver.step(saves=[ended(driver, "r", 2, keyed=keyed)])
+    assert torch.equal(driver.load("r")["hidden_states"], rows_at(2))
+
+
+def test_rows_that_were_taken_may_be_overwritten_once_they_are_read(
+    drive: Callable[..., Driver],
+) -> None:
+    paged = PAGED.clone()
+    driver = drive(paged=paged).own()
+    told_until(driver, "r", 2, [8])
+    driver.arrive()
+    for block in driver.rows(2, 6).block_ids:
+        paged[block] = -1
+    driver.step(saves=[ended(driver, "r", 2, begin=8)])
+    assert torch.equal(driver.load("r")["hidden_states"], rows_at(2))
+
+
+def test_a_steps_own_rows_are_not_read_before_it_has_run(drive: Callable[..., Driver]) -> None:
+    paged = PAGED.clone()
+    written = paged.clone()
+    driver = drive(paged=paged).own()
+    driver.begin("r")
+    paged[:] = -1
+    news = driver.tell(rows={"r": driver.rows(2, LENGTH)})
+    # As the V1 runner has it: `get_finished` in the midst of the step, `wait_for_save` at its end.
+    driver.side.take_in(news)
+    driver.arrive()
+    paged[:] = written
+    driver.side.rows_are_there()
+    driver.step(saves=[ended(driver, "r", 2)])
+    assert torch.equal(driver.load("r")["hidden_states"], rows_at(2))
+
+
+def test_rows_of_a_step_that_nobody_ended_are_taken_in_the_next(
+    drive: Callable[..., Driver],
+) -> None:
+    driver = drive().own()
+    driver.begin("r")
+    driver.side.take_in(driver.tell(rows={"r": driver.rows(2, LENGTH)}))
+    driver.side.take_in(driver.tell(endings=[ended(driver, "r", 2)]))
+    assert torch.equal(driver.load("r")["hidden_states"], rows_at(2))
+
+
+@pytest.mark.usefixtures("_still")
+def test_the_scheduler_learns_which_steps_are_read(drive: Callable[..., Driver]) -> None:
+    def quiet_step() -> int:
+        progress = driver.side.progress()
+        assert progress is not None
+        return progress.quiet_step
+
+    driver = drive().own()
+    assert drive().side.progress() is None, "a rank that reads nothing says nothing"
+    driver.begin("r", "s")
+    begun = driver.step().step
+    assert quiet_step() == begun
+    first = driver.tell(rows={"r": driver.rows(2, 4)})
+    driver.side.take_in(first)
+    assert quiet_step() == first.step - 1, "it will be read at the step's end"
+    driver.side.rows_are_there()
+    driver.step(rows={"s": driver.rows(1, 4)})
+    assert quiet_step() == first.step - 1
+    driver.arrive()
+    assert quiet_step() == first.step + 1
+
+
+@pytest.mark.usefixtures("_still")
+def test_an_aborted_request_gives_its_blocks_back_when_they_are_read(
+    drive: Callable[..., Driver],
+) -> None:
+    driver = drive().own()
+    told_until(driver, "r", 2, [8])
+    driver.step(refusals=[Refusal("r", driver.path("r"), "aborted", "why", reported=True)])
+    assert driver.refusal("r") == ("aborted", "why")
+    assert driver.side.reported() == set()
+    driver.arrive()
+    assert driver.side.reported() == {"r"}
+
+
+def test_a_preempted_request_goes_on_where_it_was(drive: Callable[..., Driver]) -> None:
+    driver = drive().own()
+    told_until(driver, "r", 2, [8])
+    driver.arrive()
+    # Its rows are computed again elsewhere; what was taken is not taken twice.
+    driver.step(preempted=["r"])
+    driver.step(rows={"r": driver.rows(4, 4)})
+    driver.step(rows={"r": driver.rows(4, LENGTH, begin=4)})
+    driver.step(saves=[ended(driver, "r", 4)])
+    expected = torch.cat([rows_at(2, 8), rows_at(4)[8:]])
+    assert torch.equal(driver.load("r")["hidden_states"], expected)
+
+
+@pytest.mark.usefixtures("_still")
+def test_rows_that_found_no_room_before_a_preemption_are_told_again(
+    drive: Callable[..., Driver],
+) -> None:
+    driver = drive(max_pending=1).own()
+    told_until(driver, "r", 2, [4, 8])  # the second finds the queue full
+    driver.step(preempted=["r"])
+    driver.arrive()
+    driver.step(rows={"r": driver.rows(4, LENGTH)})
+    driver.arrive()
+    driver.step(saves=[ended(driver, "r", 4)])
+    driver.arrive()
+    expected = torch.cat([rows_at(2, 4), rows_at(4)[4:]])
+    assert torch.equal(driver.load("r")["hidden_states"], expected)
+
+
+@pytest.mark.usefixtures("_still")
+def test_a_preemption_waits_for_what_is_read(drive: Callable[..., Driver]) -> None:
+    driver = drive().own()
+    told_until(driver, "r", 2, [8])
+    told_until(driver, "s", 1, [8])
+    news = driver.tell(preempted=["r"])
+    waiting = threading.Thread(target=driver.side.handle_preemptions, args=(news,))
+    waiting.start()
+    waiting.join(0.05)
+    assert waiting.is_alive()
+    driver.arrive()
+    waiting.join(PATIENCE_S)
+    assert not waiting.is_alive()
+
+
+# No room, step by step
+
+
+def test_a_request_without_room_is_taken_whole_at_its_end(
+    drive: Callable[..., Driver], gate: Gate
+) -> None:
+    driver = drive(pool_bytes=8 * SLOT_BYTES).own()
+    driver.save(driver.order("writing", 0))
+    gate.wait_for(1)
+    told_until(driver, "r", 2, [4, 8])
+    driver.step(saves=[ended(driver, "r", 2, begin=8)])
+    driver.arrive()
+    assert driver.side.reported() == {"writing"}
+    gate.open()
+    driver.load("writing")
+    driver.settle()
+    driver.step()
+    assert torch.equal(driver.load("r")["hidden_states"], rows_at(2))
+    driver.arrive()
+    assert driver.side.reported() == {"r"}
+
+
+def test_where_it_is_asked_for_a_request_without_room_is_refused(
+    drive: Callable[..., Driver], gate: Gate
+) -> None:
+    driver = drive(pool_bytes=8 * SLOT_BYTES, when_full="drop").own()
+    driver.save(driver.order("writing", 0))
+    gate.wait_for(1)
+    told_until(driver, "r", 2, [4, 8])
+    driver.step(saves=[ended(driver, "r", 2, begin=8)])
+    driver.arrive()
+    assert driver.side.reported() == {"writing", "r"}
+    gate.open()
+    assert driver.refusal("r")[0] == "pool_full"
+
+
+def test_who_has_ended_gets_the_room_of_who_runs(drive: Callable[..., Driver]) -> None:
+    driver = drive(pool_bytes=8 * SLOT_BYTES).own()
+    told_until(driver, "runs", 0, [8])
+    told_until(driver, "ends", 1, [8])  # finds no room
+    driver.step(saves=[ended(driver, "ends", 1, begin=8)])
+    driver.arrive()
+    driver.step()
+    assert torch.equal(driver.load("ends")["hidden_states"], rows_at(1))
+    driver.settle()
+    driver.step(saves=[ended(driver, "runs", 0, begin=8)])
+    assert torch.equal(driver.load("runs")["hidden_states"], rows_at(0))
+    driver.arrive()
+    driver.step()
+    assert driver.side.reported() == {"runs", "ends"}
+
+
+# KV that comes from elsewhere
+
+
+def test_foreign_rows_are_taken_from_the_pool(drive: Callable[..., Driver]) -> None:
+    driver = drive().own()
+    driver.save(driver.order("before", 1, keyed=True))
+    driver.load("before")
+    driver.begin("r")
+    rows = replace(driver.rows(1, LENGTH, keyed=True), foreign=(3, 8))
+    elsewhere = driver.rows(4, LENGTH).block_ids
+    driver.step(rows={"r": replace(rows, block_ids=elsewhere)})
+    driver.step(saves=[ended(driver, "r", 1)])
+    assert torch.equal(driver.load("r")["hidden_states"], rows_at(1))
+
+
+@pytest.mark.parametrize("foreign", [(0, 4), (3, 8), (9, 12)])
+def test_foreign_rows_that_are_not_in_the_pool_are_refused(
+    drive: Callable[..., Driver], foreign: tuple[int, int]
+) -> None:
+    driver = drive().own()
+    driver.begin("r")
+    driver.step(rows={"r": replace(driver.rows(1, LENGTH, keyed=True), foreign=foreign)})
+    driver.step(saves=[ended(driver, "r", 1)])
+    reason, detail = driver.refusal("r")
+    assert reason == "foreign_kv"
+    assert "set hscache_rows_come_with_kv to true" in detail
+    driver.arrive()
+    assert driver.side.reported() == {"r"}
+
+
+def test_rows_that_were_taken_before_a_preemption_need_not_be_there_again(
+    drive: Callable[..., Driver],
+) -> None:
+    driver = drive().own()
+    told_until(driver, "r", 2, [8])
+    driver.step(preempted=["r"])
+    driver.step(rows={"r": replace(driver.rows(4, LENGTH), foreign=(0, 8))})
+    driver.step(saves=[ended(driver, "r", 4)])
+    expected = torch.cat([rows_at(2, 8), rows_at(4)[8:]])
+    assert torch.equal(driver.load("r")["hidden_states"], expected)
+
+
+# New weights
+
+
+def test_rows_of_old_weights_answer_no_more(drive: Callable[..., Driver]) -> None:
+    driver = drive().own()
+    driver.save(driver.order("before", 1, keyed=True))
+    driver.load("before")
+    driver.begin("again", "mixed")
+    driver.step(rows={"mixed": driver.rows(2, 8)})
+    news: dict[str, Any] = {"weights_epoch": 1}
+    driver.step(rows={"again": driver.rows(3, LENGTH, keyed=True)}, preempted=["again"], **news)
+    driver.step(saves=[ended(driver, "again", 3), ended(driver, "mixed", 2, begin=8)], **news)
+    assert driver.refusal("mixed")[0] == "weights_changed"
+    assert torch.equal(driver.load("again")["hidden_states"], rows_at(3))
+    assert read_metadata(driver.path("again"))["weights_epoch"] == "1"

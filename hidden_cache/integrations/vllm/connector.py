@@ -10,6 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
@@ -94,21 +95,32 @@ class HiddenCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     ) -> None:
         """Nothing: the engine has put the rows into its cache, from where they are saved."""
 
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        assert self._worker is not None
+        assert isinstance(kv_connector_metadata, StepMetadata)
+        self._worker.handle_preemptions(kv_connector_metadata)
+
     def wait_for_save(self) -> None:
-        self._step()
+        assert self._worker is not None
+        self._take_in()
+        self._worker.rows_are_there()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         assert self._worker is not None
-        self._step()
+        self._take_in()
         return self._worker.reported() or None, None
 
-    def _step(self) -> None:
-        # Steps differ in which hook comes first, and some lack one: either takes in the news.
+    def _take_in(self) -> None:
+        # Runners differ in which hook comes first: that one takes in the step's news.
         assert self._worker is not None
         if self.has_connector_metadata():
             news = self._get_connector_metadata()
             assert isinstance(news, StepMetadata)
-            self._worker.step(news)
+            self._worker.take_in(news)
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        assert self._worker is not None
+        return self._worker.progress()
 
     def shutdown(self) -> None:
         if self._worker is not None:
@@ -119,6 +131,8 @@ class HiddenCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
+        assert self._scheduler is not None
+        self._scheduler.local_hit(request, num_computed_tokens)
         return 0, False
 
     def update_state_after_alloc(
@@ -130,13 +144,22 @@ class HiddenCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         assert self._scheduler is not None
         return self._scheduler.build_connector_meta(scheduler_output)
 
+    def on_new_request(self, request: Request) -> None:
+        assert self._scheduler is not None
+        self._scheduler.on_new_request(request)
+
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         assert self._scheduler is not None
-        self._scheduler.blocks_released(connector_output.finished_sending)
+        self._scheduler.update_connector_output(connector_output)
 
     def has_pending_block_frees(self) -> bool:
         assert self._scheduler is not None
-        return self._scheduler.has_held_blocks()
+        return self._scheduler.has_pending_block_frees()
+
+    def reset_cache(self) -> bool | None:
+        assert self._scheduler is not None
+        self._scheduler.reset_cache()
+        return True
 
     def request_finished(
         self, request: Request, block_ids: list[int]

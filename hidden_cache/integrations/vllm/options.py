@@ -15,7 +15,7 @@ from hidden_cache.config import PREFIX, HiddenCacheConfig, connector_settings
 from hidden_cache.errors import ConfigError
 from hidden_cache.files import is_reserved, sample_name
 from hidden_cache.integrations.versions import check_version
-from hidden_cache.keys import BlockHashChunker, make_namespace
+from hidden_cache.keys import BlockHashChunker, block_hashes_are_stable, make_namespace
 from hidden_cache.publish import prepare_folder
 
 if TYPE_CHECKING:
@@ -50,6 +50,9 @@ class ConnectorOptions:
             after its request has finished, or refused. Readers of others wait 10 s.
         when_full: what a request meets whose rows the pool has no room for now: "block" has it wait
             for room, "drop" has it refused.
+        rows_come_with_kv: another connector beside this one that restores KV restores the layer of
+            hidden states with it. Otherwise the rows of what it restores are taken from the pool,
+            or the sample is refused.
     """
 
     shared_storage_path: str = "/tmp"
@@ -60,6 +63,7 @@ class ConnectorOptions:
     non_finite: str = "refuse"
     publish_deadline_s: float = 8.0
     when_full: str = "block"
+    rows_come_with_kv: bool = False
 
     @classmethod
     def from_extra_config(cls, extra: Mapping[str, Any]) -> ConnectorOptions:
@@ -182,16 +186,18 @@ class EngineShape:
         layer_ids: the layers that the engine extracts, in the order of the cache's layer axis.
         group_id: the KV cache group whose block table the hidden states share.
         hash_block_size: tokens in one of the engine's block hashes.
-        namespace: prefix of all chunk keys of this model and weights epoch.
-        weights_epoch: raised by every weight update.
+        block_size: tokens in a block of that group, which need not be the engine's own.
+        identity: what makes equal tokens give equal rows, but for the weights epoch.
+        stable_keys: whether block hashes are the same in every process.
     """
 
     model: str
     layer_ids: tuple[int, ...]
     group_id: int
     hash_block_size: int
-    namespace: bytes
-    weights_epoch: int = 0
+    block_size: int
+    identity: tuple[tuple[str, str], ...]
+    stable_keys: bool = False
 
     @classmethod
     def of(cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> EngineShape:
@@ -212,25 +218,36 @@ class EngineShape:
                 "the engine is asked to extract no layers: set eagle_aux_hidden_state_layer_ids in "
                 "speculative_config['draft_model_config']['hf_config']"
             )
+        stages = vllm_config.parallel_config.pipeline_parallel_size
+        if stages > 1:
+            raise ConfigError(
+                f"pipeline_parallel_size is {stages}, but only the last stage has the hidden "
+                "states and vLLM's extraction needs them in each: set pipeline_parallel_size to 1, "
+                "and tensor_parallel_size higher"
+            )
         model = vllm_config.model_config
+        cache = vllm_config.cache_config
+        group_id = _hidden_states_group(kv_cache_config)
         return cls(
             model=model.model,
             layer_ids=layer_ids,
-            group_id=_hidden_states_group(kv_cache_config),
-            hash_block_size=kv_cache_config.hash_block_size or vllm_config.cache_config.block_size,
-            namespace=make_namespace(
-                model=model.model,
-                revision=str(model.revision),
-                dtype=str(model.dtype),
-                quantization=str(model.quantization),
-                weights_epoch=0,
+            group_id=group_id,
+            hash_block_size=kv_cache_config.hash_block_size or cache.block_size,
+            block_size=kv_cache_config.kv_cache_groups[group_id].kv_cache_spec.block_size,
+            identity=(
+                ("model", model.model),
+                ("revision", str(model.revision)),
+                ("dtype", str(model.dtype)),
+                ("quantization", str(model.quantization)),
             ),
+            stable_keys=block_hashes_are_stable(cache.prefix_caching_hash_algo),
         )
 
-    def chunker(self, config: HiddenCacheConfig) -> BlockHashChunker:
+    def chunker(self, config: HiddenCacheConfig, weights_epoch: int = 0) -> BlockHashChunker:
         """Keys out of the engine's block hashes. Raises ConfigError for an odd chunk size."""
         size = config.chunk_size or BlockHashChunker.default_chunk_size(self.hash_block_size)
-        return BlockHashChunker(size, self.hash_block_size, self.namespace)
+        namespace = make_namespace(**dict(self.identity), weights_epoch=weights_epoch)
+        return BlockHashChunker(size, self.hash_block_size, namespace, stable=self.stable_keys)
 
 
 def _hidden_states_group(kv_cache_config: KVCacheConfig) -> int:

@@ -3,21 +3,54 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
 from hidden_cache.config import HiddenCacheConfig
-from hidden_cache.integrations.vllm.messages import Refusal, SaveOrder, StepMetadata
+from hidden_cache.integrations.vllm.messages import (
+    Progress,
+    Refusal,
+    Rows,
+    SaveOrder,
+    StepMetadata,
+)
 from hidden_cache.integrations.vllm.options import ConnectorOptions, EngineShape
+from hidden_cache.keys import Chunk
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
 
 _UNFIT = (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR)
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request that was scheduled at least once and has not finished.
+
+    Attributes:
+        told: rows `[0, told)` were told to the workers, with their blocks.
+        chunks_told: chunks, likewise; they outlive a preemption.
+        foreign: see `Rows`.
+        last_step: the last one whose news had rows of it; -1 before the first.
+    """
+
+    request: Request
+    path: str
+    told: int = 0
+    chunks_told: int = 0
+    foreign: tuple[int, int] | None = None
+    last_step: int = -1
+
+    @property
+    def with_outputs(self) -> bool:
+        params = self.request.kv_transfer_params or {}
+        return bool(params.get("include_output_tokens", False))
 
 
 class SchedulerSide:
@@ -28,63 +61,145 @@ class SchedulerSide:
     ) -> None:
         self._shape = shape
         self._options = options
+        self._config = config
+        self._epoch = 0
         self._chunker = shape.chunker(config)
-        self._paths: dict[str, str] = {}  # scheduled at least once, not finished
+        self._waiting: dict[str, Request] = {}  # not scheduled yet
+        self._local_hits: dict[str, int] = {}  # tokens, when last asked
+        self._live: dict[str, _Live] = {}
         self._held: set[str] = set()  # finished, blocks not yet released
+        self._quiet_step = -1
         self._next = StepMetadata()
 
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
+    # --- before a step --------------------------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        self._waiting[request.request_id] = request
+
+    def local_hit(self, request: Request, num_computed_tokens: int) -> None:
+        """What the engine's own prefix cache has of a request that is about to be scheduled."""
+        self._local_hits[request.request_id] = num_computed_tokens
+
+    def build_connector_meta(self, scheduled: SchedulerOutput) -> StepMetadata:
         """This step's news for the workers."""
-        # A request resumed after preemption may be listed as new again: its path stays.
-        for request in scheduler_output.scheduled_new_reqs:
-            if request.req_id not in self._paths:
-                path = self._choose_path(request)
-                self._paths[request.req_id] = self._next.new_paths[request.req_id] = path
         news = self._next
         self._next = StepMetadata(step=news.step + 1)
+        news.weights_epoch = self._epoch
+        for request_id in scheduled.preempted_req_ids or ():
+            if request_id in self._live:
+                self._live[request_id].told = 0
+                news.preempted.append(request_id)
+        # V1 lists a request that is resumed after a preemption as cached, V2 as new once more.
+        for data in scheduled.scheduled_new_reqs:
+            self._begin(data.req_id, data.num_computed_tokens, news)
+        cached = scheduled.scheduled_cached_reqs
+        for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+            if request_id in cached.resumed_req_ids:
+                self._begin(request_id, computed, news)
+        for request_id, count in scheduled.num_scheduled_tokens.items():
+            live = self._live.get(request_id)
+            if live is not None:
+                self._tell_rows(live, count, scheduled, news)
         return news
 
-    def _choose_path(self, request: NewRequestData) -> str:
-        sampling = request.sampling_params
-        extra = (sampling and sampling.extra_args) or {}
-        path = self._options.sample_path(request.req_id, extra.get("kv_transfer_params"))
-        if path not in self._paths.values():
+    def _begin(self, request_id: str, num_computed_tokens: int, news: StepMetadata) -> None:
+        live = self._live.get(request_id)
+        if live is None:
+            request = self._waiting.pop(request_id)
+            path = self._choose_path(request)
+            live = self._live[request_id] = _Live(request, path)
+            news.new_paths[request_id] = path
+            news.prompt_lengths[request_id] = request.num_prompt_tokens
+        # What is there beyond the engine's own hits came from elsewhere. That connector is not
+        # always the one that is asked: the number given to the others is 0.
+        local = self._local_hits.pop(request_id, num_computed_tokens)
+        if local < num_computed_tokens and not self._options.rows_come_with_kv:
+            live.foreign = (local, num_computed_tokens)
+        else:
+            live.foreign = None
+
+    def _choose_path(self, request: Request) -> str:
+        path = self._options.sample_path(request.request_id, request.kv_transfer_params)
+        if all(path != live.path for live in self._live.values()):
             return path
-        default = self._options.sample_path(request.req_id, None)
+        default = self._options.sample_path(request.request_id, None)
         logger.warning(
             "request %s asks for %s, which another one has: its sample goes to %s",
-            request.req_id,
+            request.request_id,
             path,
             default,
         )
         return default
 
+    def _tell_rows(
+        self, live: _Live, num_scheduled: int, scheduled: SchedulerOutput, news: StepMetadata
+    ) -> None:
+        """Rows that this step completes: whole chunks, and the prompt's tail."""
+        request = live.request
+        known = request.num_prompt_tokens
+        if live.with_outputs:
+            # The engine also writes rows of tokens that it only guesses. Those below the last
+            # token that was accepted are right, whatever of this step will be.
+            known = max(known, request.num_tokens - 1)
+        stop = min(request.num_computed_tokens + num_scheduled, known)
+        if stop < request.num_prompt_tokens or live.with_outputs:
+            stop -= stop % self._chunker.chunk_size
+        if stop <= live.told:
+            return
+        state = scheduled.kv_connector_block_state
+        block_ids = None if state is None else state.get_block_ids(request.request_id)
+        if block_ids is None:
+            return
+        news.rows[request.request_id] = self._rows(live, stop, block_ids)
+        live.last_step = news.step
+
+    def _rows(self, live: _Live, stop: int, block_ids: tuple[list[int], ...]) -> Rows:
+        size = self._shape.block_size
+        first = live.told // size
+        chunks: list[Chunk] = self._chunker.chunks(
+            live.request.block_hashes,
+            max(stop, live.request.num_prompt_tokens),
+            first=live.chunks_told,
+        )
+        live.told = stop
+        live.chunks_told += len(chunks)
+        table = block_ids[self._shape.group_id]
+        return Rows(
+            num_tokens=stop,
+            first_token=first * size,
+            block_ids=list(table[first : -(-stop // size)]),
+            chunks=chunks,
+            foreign=live.foreign,
+        )
+
+    # --- the end of a request -------------------------------------------------------------
+
     def request_finished(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Whether the blocks must be held, and what the client is told."""
-        path = self._paths.pop(request.request_id, None)
-        if path is None:
+        self._waiting.pop(request.request_id, None)
+        self._local_hits.pop(request.request_id, None)
+        live = self._live.pop(request.request_id, None)
+        if live is None:
             return False, None  # never scheduled: there are no rows and nobody has the path
-        told = {"hidden_states_path": path}
-        order = self._plan(request, path, block_ids)
-        if isinstance(order, Refusal):
-            self._next.refusals.append(order)
-            return False, told
-        self._next.saves.append(order)
-        self._held.add(request.request_id)
-        return True, told
+        ending = self._end(live, block_ids)
+        self._next.endings.append(ending)
+        if ending.reported:
+            self._held.add(request.request_id)
+        return ending.reported, {"hidden_states_path": live.path}
 
-    def _plan(
-        self, request: Request, path: str, block_ids: tuple[list[int], ...]
-    ) -> SaveOrder | Refusal:
+    def _end(self, live: _Live, block_ids: tuple[list[int], ...]) -> SaveOrder | Refusal:
+        request = live.request
+
         def refuse(reason: str, detail: str) -> Refusal:
-            return Refusal(request.request_id, path, reason, detail)
+            # Rows that were told may be read still.
+            reading = live.last_step > self._quiet_step
+            return Refusal(request.request_id, live.path, reason, detail, reported=reading)
 
         if request.status in _UNFIT:
             return refuse("aborted", f"the request ended as {request.status.name}")
-        params = request.kv_transfer_params or {}
-        if params.get("include_output_tokens", False):
+        if live.with_outputs:
             # The last token was sampled and never an input: it has no row.
             num_tokens = request.num_tokens - 1
             token_ids = list(request.all_token_ids)[:num_tokens]
@@ -101,17 +216,31 @@ class SchedulerSide:
             )
         return SaveOrder(
             request_id=request.request_id,
-            path=path,
-            block_ids=list(block_ids[self._shape.group_id]),
+            path=live.path,
             token_ids=token_ids,
             num_tokens=num_tokens,
-            chunks=self._chunker.chunks(request.block_hashes, num_tokens),
+            rows=self._rows(live, num_tokens, block_ids) if live.told < num_tokens else None,
         )
 
-    def blocks_released(self, request_ids: set[str] | None) -> None:
-        """The workers have reported these requests: the engine releases their blocks."""
-        self._held -= request_ids or set()
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        """What the workers have to tell: reads that have ended, requests whose blocks the engine
+        releases now."""
+        progress = output.kv_connector_worker_meta
+        if isinstance(progress, Progress):
+            self._quiet_step = max(self._quiet_step, progress.quiet_step)
+        self._held -= output.finished_sending or set()
 
-    def has_held_blocks(self) -> bool:
-        """Whether blocks of finished requests are about to be released."""
-        return bool(self._held)
+    def has_pending_block_frees(self) -> bool:
+        """Whether the engine should wait for blocks rather than take a running request's.
+
+        Also while rows of running requests may be read: their blocks would be written to.
+        """
+        reading = any(live.last_step > self._quiet_step for live in self._live.values())
+        return reading or bool(self._held)
+
+    def reset_cache(self) -> None:
+        """From the next step on rows share nothing with what was before: of other weights."""
+        self._epoch += 1
+        self._chunker = self._shape.chunker(self._config, self._epoch)
+        for live in self._live.values():
+            live.told = live.chunks_told = 0

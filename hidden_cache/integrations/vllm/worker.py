@@ -1,16 +1,11 @@
-"""The worker's side: brings rows of finished requests into the pool and writes the samples."""
+"""The worker's side: brings requests' rows into the pool, step by step, while they are computed."""
 
 from __future__ import annotations
 
 import logging
-import math
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -18,64 +13,83 @@ from hidden_cache.config import HiddenCacheConfig
 from hidden_cache.errors import (
     ConfigError,
     HiddenCacheError,
-    NonFiniteRowsError,
+    MissingRowsError,
     PoolFullError,
     QueueFullError,
-    TransferError,
 )
-from hidden_cache.files import SampleLock, cleanup_hidden_states, write_error, write_sample
-from hidden_cache.integrations.vllm.messages import Refusal, SaveOrder, StepMetadata
+from hidden_cache.integrations.vllm.messages import (
+    Progress,
+    Refusal,
+    Rows,
+    SaveOrder,
+    StepMetadata,
+)
 from hidden_cache.integrations.vllm.options import ConnectorOptions, EngineShape
-from hidden_cache.lease import Lease
+from hidden_cache.integrations.vllm.samples import Samples
+from hidden_cache.keys import Chunk
 from hidden_cache.store import HiddenStateStore, open_store
+from hidden_cache.writer import RequestWriter
 
 logger = logging.getLogger(__name__)
 
-# One write at a time, copied together out of the pool: large enough that the call costs nothing,
-# small enough that all writers' buffers together stay far below the pool.
-_WINDOW_BYTES = 4 << 20
 # vLLM kills workers that are late: what is not written by then is refused.
 _SHUTDOWN_S = 4.0
-
-
-class _TooLateError(Exception):
-    """The sample's deadline has passed."""
+# How long a preemption waits for reads of the blocks that it takes: it never comes to that where
+# the engine asks `has_pending_block_frees` first.
+_PREEMPTION_S = 10.0
 
 
 @dataclass(slots=True)
 class _Live:
-    """A request that was begun and has no answer yet. Without locks it has none."""
+    """A request whose rows are wanted and which has not ended.
 
-    path: str
-    lock: SampleLock | None
+    Attributes:
+        writer: takes its rows; None where it has no room in the pool now, and takes all of them at
+            its end.
+        prompt: tokens of the prompt, for which room is made at once.
+        table: the block table as far as it was told.
+        num_tokens: rows that are in the engine's cache.
+        chunks, foreign: as told, see `Rows`.
+        refusal: reason and detail, once it is known that there will be no sample.
+    """
+
+    request_id: str
+    prompt: int
+    writer: RequestWriter | None
+    table: list[int] = field(default_factory=list)
+    num_tokens: int = 0
+    chunks: list[Chunk] = field(default_factory=list)
+    foreign: tuple[int, int] | None = None
+    refusal: tuple[str, str] | None = None
+
+    @property
+    def is_behind(self) -> bool:
+        return self.writer is None or self.writer.num_tokens < self.num_tokens
 
 
 @dataclass(slots=True)
-class _Due:
-    """A sample to make, by when (`time.monotonic`)."""
+class _Ending:
+    """A finished request whose rows are not all taken; its blocks are held."""
 
     order: SaveOrder
+    live: _Live
     deadline: float
 
 
 @dataclass(slots=True)
 class _Owned:
-    """What the one rank that writes has: nobody else opens any of it."""
+    """What the one rank that saves has: nobody else opens any of it."""
 
     store: HiddenStateStore
     paged: torch.Tensor
-    writers: ThreadPoolExecutor
+    samples: Samples
 
 
 class WorkerSide:
-    """Runs in a worker's process, on the engine's thread, except where it says otherwise.
+    """Runs in a worker's process, on the engine's thread.
 
-    Every rank reports each held request exactly once; rank 0 when its rows are in the pool, the
-    others at once.
-
-    Attributes:
-        non_finite_rows: rows with an infinity or a NaN that were met so far, where they are looked
-            for.
+    Every rank reports each held request exactly once; the one that saves when nothing of it is read
+    any more, the others at once.
     """
 
     def __init__(
@@ -86,17 +100,17 @@ class WorkerSide:
         self._config = replace(config, chunk_size=shape.chunker(config).chunk_size)
         self._owned: _Owned | None = None
         self._seen_step = -1
-        self.non_finite_rows = 0
+        self._rows: dict[str, Rows] = {}  # of the step that runs: to be taken once it has
         self._live: dict[str, _Live] = {}
         self._lost: set[str] = set()  # live, and answered already: they could not be begun
-        self._waiting: deque[_Due] = deque()  # no room yet; each holds its blocks
-        self._reading: dict[str, Lease] = {}  # rows on their way out of the engine's memory
+        self._endings: deque[_Ending] = deque()
+        # Whose rows may be on their way out of the engine's memory, and the step that told them.
+        self._reading: list[tuple[int, str, RequestWriter]] = []
+        self._held: set[str] = set()  # ended, to be reported once nothing is read
         self._reportable: set[str] = set()
-        self._writes: set[Future[None]] = set()
-        self._writes_lock = threading.Lock()
 
     def own(self, paged: torch.Tensor) -> None:
-        """Makes this the rank that writes.
+        """Makes this the rank that saves.
 
         Args:
             paged: the engine's cache, `[num_blocks, layers, block_size, hidden]`, any strides.
@@ -104,10 +118,11 @@ class WorkerSide:
         Raises:
             ConfigError: a cache or a folder that cannot be used. ValueError: a pool too large.
         """
-        if paged.dim() != 4 or paged.size(1) != len(self._shape.layer_ids):
+        expected = (len(self._shape.layer_ids), self._shape.block_size)
+        if paged.dim() != 4 or tuple(paged.shape[1:3]) != expected:
             raise ConfigError(
                 f"the engine's hidden-states cache has shape {list(paged.shape)}, expected "
-                f"[num_blocks, {len(self._shape.layer_ids)}, block_size, hidden]"
+                f"[num_blocks, {expected[0]}, {expected[1]}, hidden]"
             )
         self._options.check_storage()
         store = open_store(self._config)
@@ -117,275 +132,268 @@ class WorkerSide:
         except (HiddenCacheError, ValueError) as error:
             store.close()
             raise ConfigError(f"the engine's hidden states cannot be taken: {error}") from error
-        writers = ThreadPoolExecutor(self._options.num_writer_threads, "hscache-writer")
-        self._owned = _Owned(store, paged, writers)
+        samples = Samples(self._shape, self._options, self._config.max_pending)
+        self._owned = _Owned(store, paged, samples)
 
     # --- each step ------------------------------------------------------------------------
 
-    def step(self, news: StepMetadata) -> None:
-        """Takes in a step's metadata; again with the same one it only looks for room."""
-        if news.step != self._seen_step:
-            self._seen_step = news.step
-            if self._owned is None:
-                self._reportable.update(order.request_id for order in news.saves)
+    def take_in(self, news: StepMetadata) -> None:
+        """Takes in a step's news: what is told of earlier steps is there, its own rows are not."""
+        if news.step == self._seen_step:
+            return
+        self._seen_step = news.step
+        if self._owned is None:
+            self._reportable.update(e.request_id for e in news.endings if e.reported)
+            return
+        self._begin_again(news)
+        self._take_rows()  # of a step that had no `rows_are_there`
+        for request_id, path in news.new_paths.items():
+            if self._owned.samples.begin(request_id, path):
+                writer = self._owned.store.writer(request_id, self._shape.layer_ids)
+                self._live[request_id] = _Live(request_id, news.prompt_lengths[request_id], writer)
             else:
-                self._take_in(news)
-        self._start_waiting()
+                self._lost.add(request_id)
+        for ending in news.endings:
+            self._end(ending)
+        self._rows = news.rows
+        self._work_off()
+
+    def rows_are_there(self) -> None:
+        """The step has run, as far as the stream has it: its rows may be read behind it."""
+        if self._owned is not None:
+            self._take_rows()
+            self._work_off()
+
+    def handle_preemptions(self, news: StepMetadata) -> None:
+        """Blocks are about to be taken: sees that nothing of them is read any more."""
+        give_up = time.monotonic() + _PREEMPTION_S
+        for _, request_id, writer in self._reading:
+            while request_id in news.preempted and not writer.source_free:
+                if time.monotonic() > give_up:
+                    logger.error("rows of request %s are read for too long", request_id)
+                    return
+                time.sleep(0.0002)
 
     def reported(self) -> set[str]:
         """The held requests whose blocks may be released now; each once."""
-        for request_id in [r for r, lease in self._reading.items() if lease.source_free]:
-            del self._reading[request_id]
-            self._reportable.add(request_id)
+        self._look_at_reads()
         found, self._reportable = self._reportable, set()
         return found
 
-    def _take_in(self, news: StepMetadata) -> None:
-        for request_id, path in news.new_paths.items():
-            self._begin(request_id, path)
-        for refusal in news.refusals:
-            if refusal.request_id in self._lost:
-                self._lost.remove(refusal.request_id)
-            else:
-                self._submit(refusal, partial(self._refuse, refusal))
-        # Only who waits for a lock gives up.
-        locks = self._options.use_synchronization_lock
-        deadline = time.monotonic() + self._options.publish_deadline_s if locks else math.inf
-        for order in news.saves:
-            if order.request_id in self._lost:
-                self._lost.remove(order.request_id)
-                self._reportable.add(order.request_id)
-            else:
-                self._waiting.append(_Due(order, deadline))
+    def progress(self) -> Progress | None:
+        """What the scheduler's side is told; None from ranks that read nothing."""
+        if self._owned is None:
+            return None
+        self._look_at_reads()
+        oldest = min((step for step, _, _ in self._reading), default=self._seen_step + 1)
+        if self._rows:  # the step that runs is told of and not read yet
+            oldest = min(oldest, self._seen_step)
+        return Progress(oldest - 1)
 
-    def _begin(self, request_id: str, path: str) -> None:
-        # Before the client learns the path, so that it finds a lock to wait for and nothing that an
-        # earlier request of that name left.
-        lock = None
-        try:
-            if self._options.use_synchronization_lock:
-                lock = SampleLock(path, self._options.root_of(path))
-            else:
-                cleanup_hidden_states(path, root=self._options.root_of(path))
-        except BlockingIOError:
-            # Another request has that path: whatever lies there, now or later, is its own.
-            logger.error("no sample for request %s: another writer has %s", request_id, path)
-            self._lost.add(request_id)
-        except OSError as error:
-            detail = f"its place could not be taken: {error}"
-            self._refuse(Refusal(request_id, path, "write_failed", detail), None)
-            self._lost.add(request_id)
-        else:
-            limit = None if lock is None else lock.open_files_limit
-            if limit is None:
-                self._live[request_id] = _Live(path, lock)
-                return
-            detail = (
-                f"this process may have {limit} files open and each live request takes one: raise "
-                "the limit (ulimit -n), or have fewer requests at once (max_num_seqs)"
-            )
-            self._refuse(Refusal(request_id, path, "too_many_files", detail), lock)
-            self._lost.add(request_id)
+    def _look_at_reads(self) -> None:
+        self._reading = [read for read in self._reading if not read[2].source_free]
+        free = self._held - {request_id for _, request_id, _ in self._reading}
+        self._held -= free
+        self._reportable |= free
 
-    def _start_waiting(self) -> None:
-        owned = self._owned
-        while self._waiting and self._waiting[0].deadline <= time.monotonic():
-            order = self._waiting.popleft().order
-            refusal = self._too_late(order)
-            self._reportable.add(order.request_id)
-            self._submit(refusal, partial(self._refuse, refusal))
-        while owned is not None and self._waiting and not self._writers_are_behind():
-            order, deadline = self._waiting[0].order, self._waiting[0].deadline
+    def _begin_again(self, news: StepMetadata) -> None:
+        """Preempted requests have lost their blocks; new weights make old rows stale."""
+        assert self._owned is not None
+        store = self._owned.store
+        is_reset = news.weights_epoch != store.weights_epoch
+        if is_reset:
+            store.reset(news.weights_epoch)
+        for request_id in news.preempted:
+            live = self._live.get(request_id)
+            if live is None:
+                continue
+            # Rows that were taken are the same when they are computed again.
+            live.table, live.num_tokens, live.foreign = [], 0, None
+            self._rows.pop(request_id, None)
+            if is_reset:
+                self._abandon(live)
+                live.writer, live.chunks = store.writer(request_id, self._shape.layer_ids), []
+        if is_reset:
+            for live in self._live.values():
+                if live.request_id not in news.preempted:
+                    detail = "the weights changed while it was computed"
+                    self._refuse_live(live, "weights_changed", detail)
+
+    def _end(self, ending: SaveOrder | Refusal) -> None:
+        assert self._owned is not None
+        samples = self._owned.samples
+        live = self._live.pop(ending.request_id, None)
+        if live is None:  # answered already
+            self._lost.discard(ending.request_id)
+            if ending.reported:
+                self._reportable.add(ending.request_id)
+            return
+        if isinstance(ending, Refusal) or live.refusal is not None:
+            self._abandon(live)
+            if not isinstance(ending, Refusal):
+                assert live.refusal is not None
+                ending = _refusal_of(ending, *live.refusal)
+            samples.refuse(ending)
+            if ending.reported:
+                self._held.add(ending.request_id)
+            return
+        if ending.rows is not None:
+            self._learn(live, ending.rows)
+        self._endings.append(_Ending(ending, live, samples.deadline()))
+
+    def _learn(self, live: _Live, rows: Rows) -> None:
+        first = rows.first_token // self._shape.block_size
+        live.table[first:] = rows.block_ids
+        live.num_tokens = rows.num_tokens
+        live.chunks += rows.chunks
+        live.foreign = rows.foreign
+
+    def _take_rows(self) -> None:
+        """Rows that are in the engine's cache now, and those that there was no room for before."""
+        rows, self._rows = self._rows, {}
+        for request_id, told in rows.items():
+            live = self._live.get(request_id)
+            if live is not None:
+                self._learn(live, told)
+        for live in self._live.values():
+            if live.writer is None or live.refusal is not None or not live.is_behind:
+                continue
+            if self._endings:
+                # Who has ended comes first: its blocks are held.
+                self._abandon(live)
+                continue
             try:
-                lease = owned.store.lease_paged(
-                    order.chunks,
-                    owned.paged,
-                    order.block_ids,
-                    layer_idxs=self._shape.layer_ids,
-                    stream=_current_stream(owned.paged),
-                )
+                self._take(live, live.writer)
             except QueueFullError:
                 return
-            except Exception as error:  # refused, whatever it is: the engine goes on
-                if isinstance(error, PoolFullError) and error.can_wait:
-                    return
-                full = isinstance(error, PoolFullError)
-                reason = "pool_full" if full else "transfer_failed"
-                refusal = Refusal(order.request_id, order.path, reason, str(error))
-                self._reportable.add(order.request_id)
-                self._submit(refusal, partial(self._refuse, refusal))
-            else:
-                self._reading[order.request_id] = lease
-                self._submit(order, partial(self._write, order, lease, deadline))
-            self._waiting.popleft()
+            except PoolFullError as error:
+                if not error.can_wait or self._options.when_full == "drop":
+                    self._refuse_live(live, "pool_full", str(error))
+                else:
+                    self._abandon(live)
 
-    def _writers_are_behind(self) -> bool:
-        """Whether as many samples are unwritten as transfers may be pending. More would pile up:
-        requests whose rows are all in the pool pass every other limit."""
-        with self._writes_lock:
-            return len(self._writes) >= self._config.max_pending
+    def _work_off(self) -> None:
+        """Endings in their order, as far as there is room."""
+        owned = self._owned
+        assert owned is not None
+        while self._endings:
+            ending = self._endings[0]
+            live, order = ending.live, ending.order
+            if ending.deadline <= time.monotonic():
+                self._abandon(live)
+                owned.samples.refuse_late(order)
+            elif owned.samples.are_behind or not self._publish(ending):
+                return
+            self._endings.popleft()
+            if order.reported:
+                self._held.add(order.request_id)
 
-    # --- on the writers' threads ----------------------------------------------------------
-
-    def _submit(
-        self, request: SaveOrder | Refusal, work: Callable[[SampleLock | None], None]
-    ) -> None:
-        """Has a writer do the work, and lets go of the request's lock whatever becomes of it."""
+    def _publish(self, ending: _Ending) -> bool:
+        """Takes what is missing and has the sample written, or refused; False where there is no
+        room now."""
         assert self._owned is not None
-        live = self._live.pop(request.request_id, None)
-        lock = None if live is None else live.lock
-
-        def run() -> None:
-            try:
-                work(lock)
-            except Exception:
-                logger.exception("the sample of request %s is lost", request.request_id)
-            finally:
-                if lock is not None:
-                    lock.release()
-
-        def ended(future: Future[None]) -> None:
-            with self._writes_lock:
-                self._writes.discard(future)
-            if future.cancelled():  # by shutdown, and run() with it
-                self._refuse(request if isinstance(request, Refusal) else _shut_down(request), lock)
-                if lock is not None:
-                    lock.release()
-
-        future = self._owned.writers.submit(run)
-        with self._writes_lock:
-            self._writes.add(future)
-        future.add_done_callback(ended)
-
-    def _write(
-        self, order: SaveOrder, lease: Lease, deadline: float, lock: SampleLock | None
-    ) -> None:
-        def give_up() -> None:
-            if time.monotonic() >= deadline:
-                raise _TooLateError
-
-        def refuse(reason: str, error: Exception) -> Refusal:
-            return Refusal(order.request_id, order.path, reason, str(error))
-
-        refusal = None
+        live, order, store = ending.live, ending.order, self._owned.store
         try:
-            if not lease.wait(None if deadline == math.inf else deadline - time.monotonic()):
-                raise _TooLateError
-            give_up()
-            written = write_sample(
-                order.path,
-                torch.tensor(order.token_ids, dtype=torch.int64),
-                (order.num_tokens, len(lease.layer_idxs), lease.hidden),
-                lease.dtype,
-                _windows(lease),
-                {
-                    "model": self._shape.model,
-                    "layer_ids": ",".join(map(str, self._shape.layer_ids)),
-                    "positions": f"0:{order.num_tokens}",
-                    "weights_epoch": str(self._shape.weights_epoch),
-                    "request_id": order.request_id,
-                    "tokens_from_pool": str(lease.tokens_from_pool),
-                },
-                non_finite=self._options.non_finite,
-                give_up=give_up,
-                root=self._options.root_of(order.path),
+            if live.writer is None:
+                live.writer = store.writer(order.request_id, self._shape.layer_ids)
+            # Also where there are none: so that it is known what they would be.
+            if live.is_behind or order.num_tokens == 0:
+                self._take(live, live.writer)
+        except QueueFullError:
+            return False
+        except PoolFullError as error:
+            if error.can_wait and self._options.when_full == "block":
+                self._make_room()
+                return False
+            self._refuse_live(live, "pool_full", str(error))
+        if live.writer is not None and live.writer.num_tokens != order.num_tokens:
+            there = live.writer.num_tokens
+            self._refuse_live(live, "incomplete", f"{there} of {order.num_tokens} rows were told")
+        if live.writer is None:
+            assert live.refusal is not None
+            self._owned.samples.refuse(_refusal_of(order, *live.refusal))
+        else:
+            lease = live.writer.finish()
+            self._owned.samples.publish(order, lease, store.weights_epoch, ending.deadline)
+        return True
+
+    def _take(self, live: _Live, writer: RequestWriter) -> None:
+        """Has the writer take all rows that are there, or refuses the request.
+
+        Raises:
+            QueueFullError, PoolFullError: there is no room now.
+        """
+        assert self._owned is not None
+        paged = self._owned.paged
+        try:
+            if live.foreign is not None and writer.num_tokens < live.foreign[1]:
+                self._take_foreign(live, writer, live.foreign)
+            elif writer.num_known == 0:
+                # Room for all of the prompt: chunks of a layer lie side by side then.
+                writer.reserve(paged, live.prompt, live.chunks)
+            self._append(live, writer, live.num_tokens)
+        except (QueueFullError, PoolFullError):
+            raise
+        except MissingRowsError as error:
+            detail = (
+                f"{error}, and their KV came from another connector: if that one carries the "
+                "layer of hidden states too, set hscache_rows_come_with_kv to true"
             )
-            self._count_non_finite(written.non_finite_rows)
-        except _TooLateError:
-            refusal = self._too_late(order)
-        except NonFiniteRowsError as error:
-            self._count_non_finite(error.rows)
-            refusal = refuse("non_finite", error)
-        except TransferError as error:
-            refusal = refuse("transfer_failed", error)
-        except Exception as error:  # whatever it is, who waits gets it as the answer
-            refusal = refuse("write_failed", error)
-        try:
-            if refusal is not None:
-                self._refuse(refusal, lock)
-        finally:
-            lease.release()  # may wait for the transfer: who is refused does not
+            self._refuse_live(live, "foreign_kv", detail)
+        except Exception as error:  # refused, whatever it is: the engine goes on
+            self._refuse_live(live, "transfer_failed", str(error))
 
-    def _count_non_finite(self, rows: int) -> None:
-        with self._writes_lock:
-            self.non_finite_rows += rows
+    def _take_foreign(self, live: _Live, writer: RequestWriter, foreign: tuple[int, int]) -> None:
+        """Takes rows up to the end of a range that the engine's cache does not have."""
+        assert self._owned is not None
+        size = self._config.chunk_size
+        first, end = foreign[0] // size * size, -(-foreign[1] // size) * size
+        if writer.num_tokens < first:
+            self._append(live, writer, min(first, live.num_tokens))
+        if live.num_tokens > first:
+            chunks = live.chunks[writer.num_known :]
+            writer.reserve(self._owned.paged, end, chunks, must_be_there=True)
 
-    def _too_late(self, order: SaveOrder) -> Refusal:
-        return Refusal(
-            order.request_id,
-            order.path,
-            "deadline",
-            f"it was not published within {self._options.publish_deadline_s:g} s after its request "
-            "had finished: write to a faster disk, or set hscache_publish_deadline_s higher where "
-            "readers wait longer",
+    def _append(self, live: _Live, writer: RequestWriter, stop: int) -> None:
+        assert self._owned is not None
+        size = self._shape.block_size
+        first = writer.num_tokens // size
+        writer.append_paged(
+            self._owned.paged,
+            live.table[first : -(-stop // size)],
+            stop,
+            live.chunks[writer.num_known :],
+            first_token=first * size,
         )
+        if not writer.source_free:
+            self._reading.append((self._seen_step, live.request_id, writer))
 
-    def _refuse(self, refusal: Refusal, lock: SampleLock | None) -> None:
-        """On any thread; the lock, where there is one, is released."""
-        # A client that went away is no fault of the engine.
-        level = logging.INFO if refusal.reason == "aborted" else logging.ERROR
-        logger.log(
-            level,
-            "no sample for request %s: %s: %s",
-            refusal.request_id,
-            refusal.reason,
-            refusal.detail,
-        )
-        answer = refusal.request_id, refusal.reason, refusal.detail
-        try:
-            if lock is None:
-                root = self._options.root_of(refusal.path)
-                write_error(refusal.path, *answer, root=root)
-            else:
-                lock.refuse(*answer)
-        except OSError as error:
-            # Who waits for the lock learns it from there.
-            logger.error("the reason could not be written to %s.error: %s", refusal.path, error)
+    def _make_room(self) -> None:
+        """Has the request that began last give up its room to one that has ended."""
+        for live in reversed(self._live.values()):
+            if live.writer is not None and live.refusal is None:
+                self._abandon(live)
+                return
+
+    def _refuse_live(self, live: _Live, reason: str, detail: str) -> None:
+        live.refusal = (reason, detail)
+        self._abandon(live)
+
+    def _abandon(self, live: _Live) -> None:
+        """Gives up a request's room. Its rows are taken at its end, if it is not refused."""
+        if live.writer is not None:
+            live.writer.abandon()
+            live.writer = None
 
     # --- the end --------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """Writes what can be written in a few seconds, refuses the rest. Idempotent.
-
-        Requests that are still computed are refused too: nothing of them will come any more.
-        """
+        """Writes what can be written in a few seconds, refuses the rest. Idempotent."""
         owned, self._owned = self._owned, None
-        if owned is None:
-            return
-        for due in self._waiting:
-            live = self._live.pop(due.order.request_id, None)
-            self._refuse(_shut_down(due.order), None if live is None else live.lock)
-        self._waiting.clear()
-        for request_id, live in self._live.items():
-            detail = "the engine shut down before the request had ended"
-            self._refuse(Refusal(request_id, live.path, "shutdown", detail), live.lock)
-        self._live.clear()
-        with self._writes_lock:
-            futures = list(self._writes)
-        wait(futures, timeout=_SHUTDOWN_S)
-        owned.writers.shutdown(wait=False, cancel_futures=True)
-        owned.store.close()
+        if owned is not None:
+            owned.samples.shutdown(_SHUTDOWN_S)
+            owned.store.close()
 
 
-def _current_stream(paged: torch.Tensor) -> int | None:
-    """The stream on which the engine has written the rows, where there are streams."""
-    if paged.device.type != "cuda":
-        return None
-    return int(torch.cuda.current_stream(paged.device).cuda_stream)
-
-
-def _shut_down(order: SaveOrder) -> Refusal:
-    return Refusal(
-        order.request_id, order.path, "shutdown", "the engine shut down before it was written"
-    )
-
-
-def _windows(lease: Lease) -> Iterator[torch.Tensor]:
-    """All rows of a lease in order, through one buffer."""
-    token_bytes = len(lease.layer_idxs) * lease.hidden * lease.dtype.itemsize
-    window = max(1, min(lease.num_tokens, _WINDOW_BYTES // token_bytes))
-    buffer = torch.empty((window, len(lease.layer_idxs), lease.hidden), dtype=lease.dtype)
-    for start in range(0, lease.num_tokens, window):
-        rows = buffer[: min(window, lease.num_tokens - start)]
-        lease.read(start, rows)
-        yield rows
+def _refusal_of(order: SaveOrder, reason: str, detail: str) -> Refusal:
+    return Refusal(order.request_id, order.path, reason, detail, order.reported)

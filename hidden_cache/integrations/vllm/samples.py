@@ -1,0 +1,275 @@
+"""What becomes of finished requests: samples, or the reasons why there are none."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from hidden_cache.errors import NonFiniteRowsError, TransferError
+from hidden_cache.files import SampleLock, cleanup_hidden_states, write_error, write_sample
+from hidden_cache.integrations.vllm.messages import Refusal, SaveOrder
+from hidden_cache.integrations.vllm.options import ConnectorOptions, EngineShape
+from hidden_cache.lease import Lease
+
+logger = logging.getLogger(__name__)
+
+# One write at a time, copied together out of the pool: large enough that the call costs nothing,
+# small enough that all writers' buffers together stay far below the pool.
+_WINDOW_BYTES = 4 << 20
+
+
+class _TooLateError(Exception):
+    """The sample's deadline has passed."""
+
+
+@dataclass(slots=True)
+class _Begun:
+    """A request without an answer yet. Without locks it has none."""
+
+    path: str
+    lock: SampleLock | None
+
+
+class Samples:
+    """Answers whoever waits for a request's sample: once, whatever happens.
+
+    Called on the engine's thread; files are written on threads of its own.
+
+    Attributes:
+        non_finite_rows: rows with an infinity or a NaN that were met so far, where they are looked
+            for.
+        published, refused: how many there were; the latter by reason.
+    """
+
+    def __init__(self, shape: EngineShape, options: ConnectorOptions, most_unwritten: int) -> None:
+        """`most_unwritten`: finished requests that may wait for a writer."""
+        self._shape = shape
+        self._options = options
+        self._most_unwritten = most_unwritten
+        self._begun: dict[str, _Begun] = {}
+        self._threads = ThreadPoolExecutor(options.num_writer_threads, "hscache-writer")
+        self._writes: set[Future[None]] = set()
+        self._lock = threading.Lock()  # of what follows, and of the writes
+        self.non_finite_rows = 0
+        self.published = 0
+        self.refused: dict[str, int] = {}
+
+    def begin(self, request_id: str, path: str) -> bool:
+        """Takes a sample's place, before the client learns of it: so that it finds a lock to wait
+        for, and nothing that an earlier request of that name left.
+
+        Returns:
+            False where that cannot be: the request was answered, and there will be no sample.
+        """
+        lock = None
+        root = self._options.root_of(path)
+        try:
+            if self._options.use_synchronization_lock:
+                lock = SampleLock(path, root)
+            else:
+                cleanup_hidden_states(path, root=root)
+        except BlockingIOError:
+            # Another request has that path: whatever lies there, now or later, is its own.
+            logger.error("no sample for request %s: another writer has %s", request_id, path)
+            return False
+        except OSError as error:
+            detail = f"its place could not be taken: {error}"
+            self._refuse(Refusal(request_id, path, "write_failed", detail), None)
+            return False
+        limit = None if lock is None else lock.open_files_limit
+        if limit is not None:
+            detail = (
+                f"this process may have {limit} files open and each live request takes one: raise "
+                "the limit (ulimit -n), or have fewer requests at once (max_num_seqs)"
+            )
+            self._refuse(Refusal(request_id, path, "too_many_files", detail), lock)
+            return False
+        self._begun[request_id] = _Begun(path, lock)
+        return True
+
+    def deadline(self) -> float:
+        """By when (`time.monotonic`) the sample of a request that ends now is published or refused:
+        only who waits for a lock gives up."""
+        if not self._options.use_synchronization_lock:
+            return math.inf
+        return time.monotonic() + self._options.publish_deadline_s
+
+    @property
+    def are_behind(self) -> bool:
+        """Whether as many samples are unwritten as may be. More would pile up: requests whose rows
+        are all in the pool pass every other limit."""
+        with self._lock:
+            return len(self._writes) >= self._most_unwritten
+
+    def publish(self, order: SaveOrder, lease: Lease, weights_epoch: int, deadline: float) -> None:
+        """Writes a sample once its rows are there, and releases the lease."""
+        self._submit(order, partial(self._write, order, lease, weights_epoch, deadline))
+
+    def refuse(self, refusal: Refusal) -> None:
+        self._submit(refusal, partial(self._refuse, refusal))
+
+    def refuse_late(self, order: SaveOrder) -> None:
+        """Refuses a sample whose deadline has passed."""
+        self.refuse(self._too_late(order))
+
+    # --- on the writers' threads ----------------------------------------------------------
+
+    def _submit(
+        self, request: SaveOrder | Refusal, work: Callable[[SampleLock | None], None]
+    ) -> None:
+        """Has a writer do the work, and lets go of the request's lock whatever becomes of it."""
+        begun = self._begun.pop(request.request_id, None)
+        lock = None if begun is None else begun.lock
+
+        def run() -> None:
+            try:
+                work(lock)
+            except Exception:
+                logger.exception("the sample of request %s is lost", request.request_id)
+            finally:
+                if lock is not None:
+                    lock.release()
+
+        def ended(future: Future[None]) -> None:
+            with self._lock:
+                self._writes.discard(future)
+            if future.cancelled():  # by shutdown, and run() with it
+                self._refuse(request if isinstance(request, Refusal) else _shut_down(request), lock)
+                if lock is not None:
+                    lock.release()
+
+        future = self._threads.submit(run)
+        with self._lock:
+            self._writes.add(future)
+        future.add_done_callback(ended)
+
+    def _write(
+        self,
+        order: SaveOrder,
+        lease: Lease,
+        weights_epoch: int,
+        deadline: float,
+        lock: SampleLock | None,
+    ) -> None:
+        def give_up() -> None:
+            if time.monotonic() >= deadline:
+                raise _TooLateError
+
+        def refuse(reason: str, error: Exception) -> Refusal:
+            return Refusal(order.request_id, order.path, reason, str(error))
+
+        refusal = None
+        try:
+            if not lease.wait(None if deadline == math.inf else deadline - time.monotonic()):
+                raise _TooLateError
+            give_up()
+            written = write_sample(
+                order.path,
+                torch.tensor(order.token_ids, dtype=torch.int64),
+                (order.num_tokens, len(lease.layer_idxs), lease.hidden),
+                lease.dtype,
+                _windows(lease),
+                {
+                    "model": self._shape.model,
+                    "layer_ids": ",".join(map(str, self._shape.layer_ids)),
+                    "positions": f"0:{order.num_tokens}",
+                    "weights_epoch": str(weights_epoch),
+                    "request_id": order.request_id,
+                    "tokens_from_pool": str(lease.tokens_from_pool),
+                },
+                non_finite=self._options.non_finite,
+                give_up=give_up,
+                root=self._options.root_of(order.path),
+            )
+            with self._lock:
+                self.published += 1
+                self.non_finite_rows += written.non_finite_rows
+        except _TooLateError:
+            refusal = self._too_late(order)
+        except NonFiniteRowsError as error:
+            with self._lock:
+                self.non_finite_rows += error.rows
+            refusal = refuse("non_finite", error)
+        except TransferError as error:
+            refusal = refuse("transfer_failed", error)
+        except Exception as error:  # whatever it is, who waits gets it as the answer
+            refusal = refuse("write_failed", error)
+        finally:
+            lease.release()
+        if refusal is not None:
+            self._refuse(refusal, lock)
+
+    def _too_late(self, order: SaveOrder) -> Refusal:
+        return Refusal(
+            order.request_id,
+            order.path,
+            "deadline",
+            f"it was not published within {self._options.publish_deadline_s:g} s after its request "
+            "had finished: write to a faster disk, or set hscache_publish_deadline_s higher where "
+            "readers wait longer",
+        )
+
+    def _refuse(self, refusal: Refusal, lock: SampleLock | None) -> None:
+        """On any thread; the lock, where there is one, is released."""
+        # A client that went away is no fault of the engine.
+        level = logging.INFO if refusal.reason == "aborted" else logging.ERROR
+        logger.log(
+            level,
+            "no sample for request %s: %s: %s",
+            refusal.request_id,
+            refusal.reason,
+            refusal.detail,
+        )
+        with self._lock:
+            self.refused[refusal.reason] = self.refused.get(refusal.reason, 0) + 1
+        answer = refusal.request_id, refusal.reason, refusal.detail
+        try:
+            if lock is None:
+                root = self._options.root_of(refusal.path)
+                write_error(refusal.path, *answer, root=root)
+            else:
+                lock.refuse(*answer)
+        except OSError as error:
+            # Who waits for the lock learns it from there.
+            logger.error("the reason could not be written to %s.error: %s", refusal.path, error)
+
+    # --- the end --------------------------------------------------------------------------
+
+    def shutdown(self, within_s: float) -> None:
+        """Writes what can be written in so many seconds, refuses the rest. Idempotent.
+
+        Requests that are still computed are refused too: nothing of them will come any more.
+        """
+        for request_id, begun in self._begun.items():
+            detail = "the engine shut down before the request had ended"
+            self._refuse(Refusal(request_id, begun.path, "shutdown", detail), begun.lock)
+        self._begun.clear()
+        with self._lock:
+            futures = list(self._writes)
+        wait(futures, timeout=within_s)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _shut_down(order: SaveOrder) -> Refusal:
+    return Refusal(
+        order.request_id, order.path, "shutdown", "the engine shut down before it was written"
+    )
+
+
+def _windows(lease: Lease) -> Iterator[torch.Tensor]:
+    """All rows of a lease in order, through one buffer."""
+    token_bytes = len(lease.layer_idxs) * lease.hidden * lease.dtype.itemsize
+    window = max(1, min(lease.num_tokens, _WINDOW_BYTES // token_bytes))
+    buffer = torch.empty((window, len(lease.layer_idxs), lease.hidden), dtype=lease.dtype)
+    for start in range(0, lease.num_tokens, window):
+        rows = buffer[: min(window, lease.num_tokens - start)]
+        lease.read(start, rows)
+        yield rows
