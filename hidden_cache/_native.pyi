@@ -343,14 +343,23 @@ class ChunkTree:
     def num_evicted(self) -> int: ...
 
 class ResultBuffer:
-    """Memory out of a `ResultPool`, for one result: `torch.frombuffer(buffer, dtype=...)`.
+    """Memory for one result: `torch.frombuffer(buffer, dtype=...)`.
 
-    Writable. Goes back to the pool when it and all tensors made of it are gone.
+    Writable. Goes back to its `ResultPool`, or to the system where it has none, when it and all
+    tensors made of it are gone.
     """
 
     @property
     def bytes(self) -> int: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
+
+def fresh_result(bytes: int) -> ResultBuffer:
+    """Memory that goes back to the system, in huge pages where it is large and they can be had.
+
+    Raises:
+        ValueError: `bytes` is below 1.
+        MemoryError: the kernel refused.
+    """
 
 class ResultPoolStats:
     """A snapshot of a pool. Bytes are those of whole buffers."""

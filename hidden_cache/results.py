@@ -32,17 +32,18 @@ class Results:
         """A CPU tensor whose elements are yet to be written: `torch.empty`, but recycled.
 
         Its memory is free for the next one when the tensor and all views of it are gone, numpy's
-        included. Where those that are kept leave no room below the limit it is `torch.empty`'s,
-        and `stats` counts a fallback.
+        included. Where those that are kept leave no room below the limit it is fresh and goes back
+        to the system, and `stats` counts a fallback.
 
         Raises:
             MemoryError: the system has no memory.
         """
         count = math.prod(shape)
-        # No memory, so nothing to recycle; torch has no tensor of an empty buffer.
-        buffer = self._pool.take(count * dtype.itemsize) if count > 0 else None
-        if buffer is None:
+        if count == 0:  # torch has no tensor of an empty buffer
             return torch.empty(tuple(shape), dtype=dtype)
+        num_bytes = count * dtype.itemsize
+        # Not torch.empty, whose small pages cost more than the copy.
+        buffer = self._pool.take(num_bytes) or _native.fresh_result(num_bytes)
         return torch.frombuffer(buffer, dtype=dtype, count=count).view(tuple(shape))
 
     def view(

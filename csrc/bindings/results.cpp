@@ -65,6 +65,8 @@ void bind_results(py::module_& module) {
       .def_buffer(
           [](const ResultBuffer& buffer) { return bytes_at(buffer.data(), buffer.bytes()); });
 
+  module.def("fresh_result", &fresh_result, py::arg("bytes"), NoGil());
+
   py::class_<ResultPool, std::unique_ptr<ResultPool, DeleteWithoutGil>>(module, "ResultPool")
       .def(py::init<std::int64_t>(), py::arg("max_bytes"))
       .def("take", &ResultPool::take, py::arg("bytes"), NoGil())

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -108,6 +109,12 @@ class DeviceRuntime {
   virtual bool reaches_host() const = 0;
   // Called once at the beginning of a thread that does nothing but drive this device.
   virtual void enter_thread() {}
+  // Where the device tells by itself when events are done: calls `wake` after each from here on, on
+  // any thread, for streams made from here on, and returns true. False where it has to be asked.
+  virtual bool wake_when_done(const std::function<void()>& wake) {
+    static_cast<void>(wake);
+    return false;
+  }
   // Whether the device's kernels reach this byte of host memory: asked where reaches_host() is
   // false.
   virtual bool kernels_reach(const std::byte* data) const = 0;

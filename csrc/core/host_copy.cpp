@@ -13,11 +13,6 @@ namespace {
 
 #if defined(__SSE2__)
 
-// From here on stores go past the cache: memory is not read before it is overwritten, and what the
-// engine works with stays in its cache. Measured on an AMD EPYC with 32 MiB of L3 cache: 8 KiB 0.7,
-// 64 KiB 1.2, 2 MiB 1.4 times as fast as memcpy.
-constexpr std::size_t kStreamBytes = 64 << 10;
-
 void copy_past_the_cache(std::byte* to, const std::byte* from, std::size_t bytes) {
   constexpr std::size_t kLine = 64;
   const std::size_t head =
@@ -43,7 +38,7 @@ void copy_past_the_cache(std::byte* to, const std::byte* from, std::size_t bytes
 void copy_bytes(std::byte* to, const std::byte* from, std::int64_t count) {
   const auto bytes = static_cast<std::size_t>(count);
 #if defined(__SSE2__)
-  if (bytes >= kStreamBytes) {
+  if (count >= kPastCacheBytes) {
     copy_past_the_cache(to, from, bytes);
     return;
   }

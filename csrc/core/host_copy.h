@@ -9,6 +9,11 @@
 
 namespace hscache {
 
+// From here on stores go past the cache: memory is not read before it is overwritten, and what the
+// engine works with stays in its cache. Measured on an AMD EPYC with 32 MiB of L3 cache: 8 KiB 0.7,
+// 64 KiB 1.2, 2 MiB 1.4 times as fast as memcpy.
+constexpr std::int64_t kPastCacheBytes = 64 << 10;
+
 // Copies contiguous bytes, past the cache where there are many. The two must not overlap.
 void copy_bytes(std::byte* to, const std::byte* from, std::int64_t count);
 

@@ -29,7 +29,7 @@ void fill_row(const RowsTask& task, std::int64_t token, std::int64_t layer, int 
 
 // Returns whether the row's elements are finite, as far as anybody asked.
 bool move_row(Direction direction, const RowsTask& task, std::byte* paged, std::byte* rows,
-              float* scale) {
+              float* scale, const ConvertOptions& options) {
   const bool gathers = direction == Direction::kGather;
   const std::byte* const from = gathers ? paged : rows;
   std::byte* const to = gathers ? rows : paged;
@@ -39,10 +39,16 @@ bool move_row(Direction direction, const RowsTask& task, std::byte* paged, std::
     return true;
   }
   return convert_row(gathers ? conversion.paged : conversion.rows, from,
-                     gathers ? conversion.rows : conversion.paged, to, task.row_elements(), scale);
+                     gathers ? conversion.rows : conversion.paged, to, task.row_elements(), scale,
+                     options);
 }
 
 void move_one_by_one(Direction direction, const RowsTask& task) {
+  const std::int64_t row_bytes =
+      direction == Direction::kGather ? task.rows_row_bytes() : task.paged.row_bytes;
+  const ConvertOptions options{
+      .looks = task.conversion.non_finite_rows != nullptr,
+      .past_cache = task.length * task.paged.num_layers * row_bytes >= kPastCacheBytes};
   std::uint32_t non_finite = 0;
   for (std::int64_t token = 0; token < task.length; ++token) {
     const TokenMap::Place place = task.tokens.place(task.paged, token);
@@ -55,13 +61,14 @@ void move_one_by_one(Direction direction, const RowsTask& task) {
         std::byte* const paged =
             task.paged.data + task.paged.offset(place.block, layer, place.token_in_block);
         std::byte* const rows = task.rows.data + task.rows.offset(token, layer);
-        non_finite +=
-            !move_row(direction, task, paged, rows, scale_of(task.conversion, token, layer));
+        non_finite += !move_row(direction, task, paged, rows,
+                                scale_of(task.conversion, token, layer), options);
       } else if (direction == Direction::kGather) {
         fill_row(task, token, layer, place.kind == TokenMap::Place::Kind::kBad ? 0xFF : 0);
       }
     }
   }
+  if (options.past_cache) order_past_cache();
   if (task.conversion.non_finite_rows != nullptr) *task.conversion.non_finite_rows += non_finite;
 }
 

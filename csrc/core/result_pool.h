@@ -21,21 +21,22 @@ struct ResultPoolStats {
 struct ResultBlock;
 struct ResultPoolState;
 
-// Memory out of a ResultPool, for one result. Goes back to the pool when it dies, or to the system
-// where the pool is gone by then, or in a forked child, whose copy nobody waits for.
+// Memory for one result. Goes back to its ResultPool when it dies, or to the system where it has
+// none, where the pool is gone by then, or in a forked child, whose copy nobody waits for.
 //
 // Dying takes a few steps and no system call while the pool is there, so that it may happen
 // wherever the last owner lets go.
 class ResultBuffer {
  public:
-  // For ResultPool::take, which alone has what it takes.
+  // For ResultPool::take and fresh_result, which alone have what it takes.
   ResultBuffer(std::weak_ptr<ResultPoolState> pool, std::list<ResultBlock> block,
                std::int64_t bytes);
   ~ResultBuffer();
   ResultBuffer(const ResultBuffer&) = delete;
   ResultBuffer& operator=(const ResultBuffer&) = delete;
 
-  // At an address that is divisible by 64. Holds whatever the result before left there.
+  // At an address that is divisible by 64. Recycled memory holds whatever the result before left
+  // there.
   std::byte* data() const;
   // As many as were asked for.
   std::int64_t bytes() const { return bytes_; }
@@ -45,6 +46,11 @@ class ResultBuffer {
   std::list<ResultBlock> block_;  // the one, as a list node that goes back without an allocation
   const std::int64_t bytes_;
 };
+
+// Memory that goes to the system when the buffer dies, for who finds a pool exhausted: in huge
+// pages where it is large, as all fresh memory here. Throws std::invalid_argument when `bytes` is
+// below 1, std::bad_alloc when the kernel refuses.
+std::shared_ptr<ResultBuffer> fresh_result(std::int64_t bytes);
 
 // Recycles the memory of results: pages that were touched once cost nothing to write again, where
 // fresh ones cost more than the copy into them.

@@ -20,7 +20,8 @@
 namespace hscache {
 namespace {
 
-// How often the thread looks at copies in flight. A copy of one chunk takes longer.
+// How often the thread looks at copies in flight, where the device does not tell. A copy of one
+// chunk takes longer.
 constexpr std::chrono::microseconds kPollInterval{50};
 
 // Regions of the ring: while one is filled another is moved, with one to spare on either side.
@@ -217,11 +218,13 @@ class TransferEngine::Machine {
   std::shared_ptr<Event> enqueue_zero_copy(Lane& lane, const Transfer& transfer, const Part& part,
                                            const Region& region);
   bool end_transfers();
+  void wake();
   void run();
 
   const std::unique_ptr<DeviceRuntime> runtime_;
   const TransferOptions options_;
   const bool threaded_;
+  bool told_ = false;  // the device wakes the thread
   const bool direct_;  // rows go to host memory in one step; the ring is only a count of bytes
 
   // The state machine, driven by whoever holds poll_mutex_. Callers of submit() never take it, so
@@ -245,6 +248,7 @@ class TransferEngine::Machine {
   std::vector<std::shared_ptr<Transfer>> inbox_;
   std::vector<std::shared_ptr<Ticket>> pending_;  // accepted, not ended
   bool closing_ = false;
+  bool progressed_ = false;  // work has run since the thread's last look
   std::thread thread_;
 };
 
@@ -263,6 +267,7 @@ TransferEngine::Machine::Machine(std::unique_ptr<DeviceRuntime> runtime, Transfe
                                 ") must each be at least 1");
   }
   if (!direct_) make_ring();
+  if (threaded) told_ = runtime_->wake_when_done([this] { wake(); });
   for (int i = 0; i < options.lanes; ++i) lanes_.push_back(make_lane());
   if (threaded) thread_ = std::thread([this] { run(); });
 }
@@ -733,6 +738,14 @@ bool TransferEngine::Machine::end_transfers() {
   return true;
 }
 
+void TransferEngine::Machine::wake() {
+  {
+    const std::lock_guard lock(mutex_);
+    progressed_ = true;
+  }
+  work_.notify_one();
+}
+
 void TransferEngine::Machine::run() {
   try {
     runtime_->enter_thread();
@@ -744,10 +757,17 @@ void TransferEngine::Machine::run() {
       std::unique_lock lock(mutex_);
       work_.wait(lock, [this] { return closing_ || !pending_.empty(); });
       if (pending_.empty()) return;
+      progressed_ = false;
     }
     if (!poll()) {
       std::unique_lock lock(mutex_);
-      work_.wait_for(lock, kPollInterval, [this] { return !inbox_.empty(); });
+      // Another thread's poll() may have ended the last transfer.
+      const auto due = [this] { return progressed_ || !inbox_.empty() || pending_.empty(); };
+      if (told_) {
+        work_.wait(lock, due);
+      } else {
+        work_.wait_for(lock, kPollInterval, due);
+      }
     }
   }
 }

@@ -68,7 +68,8 @@ class HostRegistration final : public Registration {
 
 class HostStream final : public Stream {
  public:
-  HostStream() : thread_([this] { run(); }) {}
+  explicit HostStream(std::function<void()> wake)
+      : wake_(std::move(wake)), thread_([this] { run(); }) {}
 
   ~HostStream() override {
     {
@@ -85,7 +86,10 @@ class HostStream final : public Stream {
 
   std::shared_ptr<Event> record() override {
     auto event = std::make_shared<HostEvent>();
-    enqueue([this, event] { event->complete(std::exchange(failure_, nullptr)); });
+    enqueue([this, event] {
+      event->complete(std::exchange(failure_, nullptr));
+      wake_();
+    });
     return event;
   }
 
@@ -129,6 +133,7 @@ class HostStream final : public Stream {
     }
   }
 
+  const std::function<void()> wake_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<std::function<void()>> queue_;
@@ -139,7 +144,7 @@ class HostStream final : public Stream {
 
 }  // namespace
 
-std::unique_ptr<Stream> HostRuntime::create_stream() { return std::make_unique<HostStream>(); }
+std::unique_ptr<Stream> HostRuntime::create_stream() { return std::make_unique<HostStream>(wake_); }
 
 std::unique_ptr<Buffer> HostRuntime::allocate_device(std::int64_t bytes) {
   return std::make_unique<HostBuffer>(bytes);

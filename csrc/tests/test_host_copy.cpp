@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/move_rows.h"
 #include "tests/harness.h"
 #include "tests/layouts.h"
 
@@ -61,6 +62,40 @@ TEST(host_copy, long_pieces_both_ways) {
   for (std::int64_t i = 0; i < 180'007; ++i) {
     const bool written = i >= 7 && (i - 7) % 100'000 < 80'000;
     if (!CHECK(back.data()[i] == (written ? paged.data()[i] : std::byte{0xEE}))) return;
+  }
+}
+
+TEST(host_copy, many_rows_are_converted_and_counted_as_few_are) {
+  // 100 tokens in blocks of 8, 300 bfloat16 elements each, of which every tenth row has a NaN.
+  constexpr std::int64_t kTokens = 100;
+  constexpr std::int64_t kElements = 300;
+  std::vector<std::uint16_t> stored(13 * 8 * kElements);
+  for (std::size_t i = 0; i < stored.size(); ++i) {
+    stored[i] = static_cast<std::uint16_t>(i * 7 % 0x7F80);
+  }
+  for (std::size_t row = 0; row < kTokens; row += 10) stored[row * kElements + 299] = 0x7FC0;
+  std::vector<std::int64_t> ids(13);
+  for (std::size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<std::int64_t>(i);
+  std::vector<std::uint32_t> rows(kTokens * kElements);
+  std::uint32_t non_finite = 0;
+  RowsTask task;
+  task.paged.data = reinterpret_cast<std::byte*>(stored.data());
+  task.paged.num_blocks = 13;
+  task.paged.num_layers = 1;
+  task.paged.block_size = 8;
+  task.paged.row_bytes = kElements * 2;
+  task.paged.token_stride = task.paged.row_bytes;
+  task.paged.layer_stride = task.paged.block_stride = 8 * task.paged.row_bytes;
+  task.tokens.ids = BlockTable{std::span<const std::int64_t>(ids)};
+  task.rows = {reinterpret_cast<std::byte*>(rows.data()), kElements * 4, 0};
+  task.conversion = {.paged = Element::kBFloat16, .rows = Element::kFloat32};
+  task.conversion.non_finite_rows = &non_finite;
+  // As one piece, which passes the size from which stores go past the cache.
+  task.length = kTokens;
+  move_rows(Direction::kGather, task);
+  CHECK_EQ(non_finite, 10U);
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    if (!CHECK_EQ(rows[i], std::uint32_t{stored[i]} << 16)) return;
   }
 }
 

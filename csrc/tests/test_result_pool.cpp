@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <fstream>
 #include <functional>
 #include <iterator>
 #include <memory>
@@ -222,6 +223,36 @@ TEST(result_pool, buffers_outlive_the_pool) {
   std::memset(large->data(), 2, kMapped);
   CHECK(holds(*small, 1));
   CHECK(holds(*large, 2));
+}
+
+TEST(result_pool, fresh_results_of_any_size_are_memory_of_their_own) {
+  std::vector<std::shared_ptr<ResultBuffer>> held;
+  for (const std::int64_t bytes : {std::int64_t{1}, kPage, kMapped - 1, kMapped + 1, 2 * kMapped,
+                                   2 * kMapped + 1, 5 * kMapped + 777, 8 * kMapped, 8 * kMapped}) {
+    auto buffer = fresh_result(bytes);
+    CHECK_EQ(buffer->bytes(), bytes);
+    for (const auto& other : held) CHECK(!overlap(*buffer, *other));
+    std::memset(buffer->data(), static_cast<int>(held.size()), static_cast<std::size_t>(bytes));
+    held.push_back(std::move(buffer));
+  }
+  for (std::size_t i = 0; i < held.size(); ++i) CHECK(holds(*held[i], static_cast<int>(i)));
+  CHECK_THROWS(std::invalid_argument, "cannot take 0 bytes", fresh_result(0));
+}
+
+TEST(result_pool, large_memory_begins_where_a_huge_page_may_and_goes_back_whole) {
+  const auto mapped_pages = [] {
+    std::int64_t pages = 0;
+    std::ifstream("/proc/self/statm") >> pages;
+    return pages;
+  };
+  fresh_result(8 * kMapped);  // whatever is mapped once
+  const std::int64_t before = mapped_pages();
+  for (const std::int64_t bytes : {2 * kMapped, 3 * kMapped + 1, 8 * kMapped}) {
+    const auto buffer = fresh_result(bytes);
+    CHECK_EQ(reinterpret_cast<std::uintptr_t>(buffer->data()) % (2 * kMapped), 0U);
+    CHECK_EQ(mapped_pages() - before, (bytes + kPage - 1) / kPage);
+  }
+  CHECK_EQ(mapped_pages(), before);
 }
 
 TEST(result_pool, answers_as_a_naive_one_does) {

@@ -11,6 +11,7 @@
 
 #include "core/row_convert.h"
 #include "tests/harness.h"
+#include "tests/layouts.h"
 
 namespace hscache::test {
 namespace {
@@ -74,7 +75,113 @@ void check_conversion(Element from_type, const std::vector<From>& from, Element 
   }
 }
 
+constexpr Element kElements[] = {Element::kFloat32, Element::kFloat16, Element::kBFloat16,
+                                 Element::kFloat8};
+
+template <class T>
+std::vector<std::byte> bytes_of(const std::vector<T>& values) {
+  const auto* const first = reinterpret_cast<const std::byte*>(values.data());
+  return {first, first + values.size() * sizeof(T)};
+}
+
+// Everything there is, or what is decisive of it, in no order.
+std::vector<std::byte> everything(Element type) {
+  Random random(1);
+  const auto shuffled = [&](auto values) {
+    random.shuffle(values);
+    return bytes_of(values);
+  };
+  if (type == Element::kFloat8) return shuffled(every<std::uint8_t>(1U << 8));
+  if (type != Element::kFloat32) return shuffled(every<std::uint16_t>(1U << 16));
+  auto values = many_floats();
+  for (int i = 0; i < 10'000; ++i) {
+    values.push_back(std::bit_cast<float>(static_cast<std::uint32_t>(random.bits())));
+  }
+  return shuffled(values);
+}
+
+struct Converted {
+  std::vector<std::byte> bytes;  // with what is around them
+  float scale = 0.37F;
+  bool finite = false;
+
+  bool operator==(const Converted&) const = default;
+};
+
+// `count` elements of a row, to `offset` bytes behind where a cache line begins.
+Converted converted(Element from_type, const std::vector<std::byte>& from, Element to_type,
+                    std::int64_t count, std::int64_t offset, const ConvertOptions& options) {
+  constexpr std::int64_t kLine = 64;
+  const std::int64_t bytes = count * element_bytes(to_type);
+  std::vector<std::byte> memory(static_cast<std::size_t>(bytes + 4 * kLine), std::byte{0xEE});
+  const auto address = reinterpret_cast<std::intptr_t>(memory.data());
+  std::byte* const begin = memory.data() + ((-address & (kLine - 1)) + kLine);
+  Converted found;
+  found.finite =
+      convert_row(from_type, from.data(), to_type, begin + offset, count, &found.scale, options);
+  order_past_cache();
+  found.bytes.assign(begin - kLine, begin + bytes + 2 * kLine);
+  return found;
+}
+
 }  // namespace
+
+TEST(row_convert, each_width_and_each_kind_of_store_gives_the_same_bits) {
+  for (const Element from_type : kElements) {
+    const auto from = everything(from_type);
+    const std::int64_t all = static_cast<std::int64_t>(from.size()) / element_bytes(from_type);
+    for (const Element to_type : kElements) {
+      for (const std::int64_t count : {all, all - 1, 130L, 129L, 128L, 127L, 64L, 63L, 1L, 0L}) {
+        const Converted expected =
+            converted(from_type, from, to_type, count, 0, {.looks = true, .simd = Simd::kBaseline});
+        for (const Simd simd : available_simd()) {
+          for (const bool past_cache : {false, true}) {
+            if (!CHECK(converted(from_type, from, to_type, count, 0, {true, past_cache, simd}) ==
+                       expected)) {
+              return;
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(row_convert, a_row_may_begin_anywhere_in_a_cache_line) {
+  for (const Element from_type : kElements) {
+    const auto from = everything(from_type);
+    for (const Element to_type : kElements) {
+      for (std::int64_t offset = 0; offset < 64; ++offset) {
+        for (const std::int64_t count : {5, 250}) {
+          const Converted stored =
+              converted(from_type, from, to_type, count, offset, {true, false});
+          const Converted streamed =
+              converted(from_type, from, to_type, count, offset, {true, true});
+          if (!CHECK(stored == streamed)) return;
+        }
+      }
+    }
+  }
+}
+
+TEST(row_convert, looks_for_what_is_not_finite_where_it_is_asked_to) {
+  for (const Simd simd : available_simd()) {
+    for (const std::int64_t place : {0, 63, 64, 100, 128, 149}) {
+      std::vector<float> row(150, 1.0F);
+      const auto finite = [&](bool looks) {
+        return converted(Element::kFloat32, bytes_of(row), Element::kBFloat16, 150, 0,
+                         {looks, true, simd})
+            .finite;
+      };
+      CHECK(finite(true));
+      for (const float value : {INFINITY, -INFINITY, NAN}) {
+        row[static_cast<std::size_t>(place)] = value;
+        CHECK(!finite(true));
+        CHECK(finite(false));
+      }
+    }
+  }
+}
 
 TEST(row_convert, every_value_as_cuda_converts_it) {
   const auto floats = many_floats();
