@@ -15,6 +15,7 @@ SCENARIOS = {
     "ops": "benchmarks.ops",
     "pool": "benchmarks.pool",
     "store": "benchmarks.store",
+    "files": "benchmarks.files",
     "import": "benchmarks.import_time",
     "gpu": "benchmarks.gpu",
 }

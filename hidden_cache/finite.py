@@ -22,8 +22,9 @@ _FIRST_NON_FINITE = {
 def count_non_finite(rows: torch.Tensor) -> tuple[int, int]:
     """Counts rows that hold an infinity or a NaN. Exact; no float is computed with.
 
-    Two passes of a maximum over the bits, without memory of their own, on the calling thread alone:
-    `torch.isfinite` takes ten times as long as the write itself, and the engine's other threads.
+    Two passes of a maximum over the bits, without memory of their own, on the calling thread alone.
+    `torch.isfinite` takes longer than the write itself (`python -m benchmarks files`), and threads
+    that the engine needs.
 
     Args:
         rows: `[n, layers, hidden]`, contiguous, on the CPU, float64 to float8.

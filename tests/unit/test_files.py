@@ -754,18 +754,23 @@ def test_a_reader_whose_sample_the_next_request_takes_away_waits_for_that_one(
     SampleLock(path).release()
     write(path)
     load = files._load
-    looks, taken_away = threading.Event(), threading.Event()
+    looks, taken_away, missed = threading.Event(), threading.Event(), threading.Event()
 
     def pause(path: str) -> dict[str, torch.Tensor]:
         looks.set()
         assert taken_away.wait(PATIENCE_S)
-        return load(path)
+        try:
+            return load(path)
+        except FileNotFoundError:
+            missed.set()
+            raise
 
     monkeypatch.setattr(files, "_load", pause)
     reader = Reader(path)
     assert looks.wait(PATIENCE_S)
     lock = SampleLock(path)
     taken_away.set()
+    assert missed.wait(PATIENCE_S)
     write(path, rows_of() + 1)
     lock.release()
     assert torch.equal(reader.answer()["hidden_states"], rows_of() + 1)

@@ -374,6 +374,24 @@ def test_a_link_that_came_since_the_path_was_chosen_is_no_way_out(
     assert [file for file in outside.rglob("*") if file.is_file()] == []
 
 
+def test_a_link_in_the_place_of_a_folder_that_is_about_to_be_made_is_no_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    root.mkdir()
+    outside.mkdir()
+    mkdir = os.mkdir
+
+    def be_late(name: str, **folders: int) -> None:
+        (root / "a").symlink_to(outside)
+        mkdir(name, **folders)
+
+    monkeypatch.setattr(os, "mkdir", be_late)
+    with pytest.raises(NotADirectoryError), published(str(root / "a" / "file"), str(root)):
+        pass
+    assert os.listdir(outside) == []
+
+
 def test_a_folder_that_turns_into_a_link_while_it_is_written_to_keeps_the_file(
     tmp_path: Path,
 ) -> None:
