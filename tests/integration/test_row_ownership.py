@@ -158,7 +158,7 @@ def preemptions(llm: Any) -> int:
 
 def all_blocks_are_free(llm: Any) -> bool:
     """Whether every block comes back; the last ones do shortly after their samples appear."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not llm.reset_prefix_cache():  # refused as long as somebody holds a block
         if time.monotonic() > deadline:
             return False
