@@ -12,6 +12,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -48,7 +49,8 @@ def _contenders(path: str, size: int, dtype: torch.dtype) -> list[Contender]:
     def plain() -> None:
         fd = os.open(f"{path}.new", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
         for piece in pieces:
-            os.write(fd, memoryview(piece.view(torch.uint8).numpy().reshape(-1)))
+            data: Any = piece.view(torch.uint8).numpy().reshape(-1)
+            os.write(fd, data)
         os.close(fd)
         os.rename(f"{path}.new", path)
 
