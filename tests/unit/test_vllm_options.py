@@ -424,7 +424,7 @@ def test_the_shape_is_read_from_the_engine() -> None:
 
 
 def test_pipeline_stages_are_refused_at_the_start() -> None:
-    with pytest.raises(ConfigError, match="pipeline_parallel_size is 2, .* set .* to 1"):
+    with pytest.raises(ConfigError, match=r"pipeline_parallel_size is 2, .* set .* to 1"):
         EngineShape.of(engine(stages=2), ONE_GROUP)
 
 
