@@ -250,11 +250,11 @@ void ChunkTree::fill(Id id, int format, std::span<const LayerSlot> layers, const
     found.layers.push_back({.layer = added.layer, .slot = added.slot, .format = format});
     filling.slots.push_back(added.slot);
   }
-  start(std::move(filling));
+  start_filling(std::move(filling));
 }
 
 // Files slots under the transfers that write to them.
-void ChunkTree::start(Filling filling) {
+void ChunkTree::start_filling(Filling filling) {
   if (free_fillings_.empty()) {
     free_fillings_.push_back(static_cast<std::int32_t>(fillings_.size()));
     fillings_.emplace_back();
@@ -296,13 +296,13 @@ bool ChunkTree::holds(Id id, std::int64_t layer) const {
 }
 
 std::size_t ChunkTree::pin_prefix(std::span<const Id> ids, std::span<const std::int64_t> layers) {
-  std::size_t count = 0;
-  for (const Id id : ids) {
-    const auto there = [this, id](std::int64_t layer) { return holds(id, layer); };
-    if (!present(id) || !std::ranges::all_of(layers, there)) break;
-    pin(id);
-    ++count;
-  }
+  const auto there = [&](Id id) {
+    return present(id) &&
+           std::ranges::all_of(layers, [&](std::int64_t layer) { return holds(id, layer); });
+  };
+  const auto end = std::ranges::find_if_not(ids, there);
+  const auto count = static_cast<std::size_t>(end - ids.begin());
+  for (const Id id : ids.first(count)) pin(id);
   return count;
 }
 
@@ -402,11 +402,11 @@ void ChunkTree::settle() {
       *link = filling.next;
     }
     free_fillings_.push_back(number);
-    end(std::exchange(filling, {}));
+    end_filling(std::exchange(filling, {}));
   }
 }
 
-void ChunkTree::end(Filling filling) {
+void ChunkTree::end_filling(Filling filling) {
   if (filling.id == kNone) {
     pool(filling.format).free(filling.slots);
     return;
@@ -454,7 +454,7 @@ std::optional<std::vector<std::int64_t>> ChunkTree::allocate(int format, std::in
 void ChunkTree::retire(int format, std::vector<std::int64_t> slots, const Tickets& tickets) {
   pool(format);
   check_tickets(tickets);
-  start({.id = kNone, .format = format, .slots = std::move(slots), .tickets = tickets});
+  start_filling({.id = kNone, .format = format, .slots = std::move(slots), .tickets = tickets});
   settle();
 }
 

@@ -161,8 +161,8 @@ class ChunkTree {
   void file(Id id);
   void free_layers(Node& found);
   SlotPool& pool(int format) const;
-  void start(Filling filling);
-  void end(Filling filling);
+  void start_filling(Filling filling);
+  void end_filling(Filling filling);
   void end_doomed(Id id);
   static std::uint64_t order_of(const Node& found);
 
