@@ -105,6 +105,17 @@ TEST(chunk_tree, it_can_be_reached_again_when_its_predecessor_is_back) {
   CHECK(tree.evict_all() == Ids({other, ids[2], ids[1], ids[0]}));
 }
 
+TEST(chunk_tree, what_comes_back_without_its_predecessor_goes_before_all_others) {
+  Tree tree;
+  const Id other = tree.put(kNone);
+  const Ids ids = tree.chain(2);
+  const Id child = tree.put(ids[1]);
+  tree.remove(ids[1]);
+  tree.remove(ids[0]);
+  tree.put(tree.add_absent(), {0}, ids[1]);
+  CHECK(tree.evict_all() == Ids({child, ids[1], other}));
+}
+
 TEST(chunk_tree, a_chunk_may_come_before_its_predecessor) {
   Tree tree;
   const Id other = tree.put(kNone);
@@ -324,8 +335,10 @@ TEST(chunk_tree, who_holds_a_chunk_learns_which_transfer_failed) {
   tree.settle();
   CHECK_EQ(tree.used(), 0);
   // Its number tells nothing of the next one's transfers.
-  CHECK_EQ(tree.put(kNone, {1}), id);
-  CHECK(tree.tickets_of({id}, {1}).empty());
+  CHECK_EQ(tree.add(kNone, kNone), id);
+  HeldTransfer next;
+  tree.fill_with(id, {0, 1}, {next.ticket()});
+  CHECK(tree.tickets_of({id}, {1}) == ChunkTree::Tickets{next.ticket()});
 }
 
 TEST(chunk_tree, slots_come_in_runs_of_one_format) {
