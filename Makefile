@@ -45,7 +45,7 @@ sanitize: .venv/.ready ## the C++ tests under AddressSanitizer with UBSan, and u
 fuzz: .venv/.ready ## libFuzzer on the copy plan, the same inputs each time; HSCACHE_FUZZ_SECONDS for others
 	@tools/fuzz.sh $${HSCACHE_FUZZ_SECONDS:-same}
 
-soak: sanitize ## what runs long, about half an hour: HSCACHE_SEEDS hostile seeds, then the fuzzer; docs/soak.md
+soak: sanitize ## what runs long, about half an hour: hostile seeds, threads on one store, the fuzzer; docs/soak.md
 	@tools/soak.sh
 
 wheel: $(BUILD) ## a wheel in dist/

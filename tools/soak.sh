@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# What runs long, on the executables of `make sanitize`: HSCACHE_SEEDS seeds of the hostile streams under
-# either sanitizer, then the fuzzer for HSCACHE_FUZZ_SECONDS. The last result stands in docs/soak.md.
+# What runs long, on the executables of `make sanitize`: HSCACHE_SEEDS seeds of the hostile streams and
+# HSCACHE_STRESS_S seconds of threads on one store under either sanitizer, then the fuzzer for
+# HSCACHE_FUZZ_SECONDS. The last result stands in docs/soak.md.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-export HSCACHE_SEEDS=${HSCACHE_SEEDS:-100000}
+export HSCACHE_SEEDS=${HSCACHE_SEEDS:-100000} HSCACHE_STRESS_S=${HSCACHE_STRESS_S:-60}
 fuzz_seconds=${HSCACHE_FUZZ_SECONDS:-600}
 rows=()
 status=0
@@ -27,6 +28,10 @@ stage "hostile streams, AddressSanitizer and UBSan" "$HSCACHE_SEEDS seeds" \
   build/tests-address-undefined/csrc/tests/cuda_tests "$seeds"
 stage "hostile streams, ThreadSanitizer" "$HSCACHE_SEEDS seeds" \
   build/tests-thread/csrc/tests/cuda_tests "$seeds"
+stage "threads on one store, AddressSanitizer and UBSan" "$HSCACHE_STRESS_S s" \
+  build/tests-address-undefined/csrc/tests/core_tests store_stress.
+stage "threads on one store, ThreadSanitizer" "$HSCACHE_STRESS_S s" \
+  build/tests-thread/csrc/tests/core_tests store_stress.
 stage "copy plan, libFuzzer" "$fuzz_seconds s" tools/fuzz.sh "$fuzz_seconds"
 
 {

@@ -14,6 +14,12 @@ constexpr std::uint64_t kReachable = std::uint64_t{1} << 63;
 // Fewer void candidates are not worth a clean-up.
 constexpr std::size_t kFewCandidates = 64;
 
+void check_tickets(const ChunkTree::Tickets& tickets) {
+  if (std::ranges::find(tickets, nullptr) != tickets.end()) {
+    throw std::invalid_argument("one of " + std::to_string(tickets.size()) + " tickets is none");
+  }
+}
+
 }  // namespace
 
 ChunkTree::Node& ChunkTree::node(Id id) {
@@ -42,9 +48,9 @@ ChunkTree::Id ChunkTree::new_node() {
       throw std::length_error("the index has " + std::to_string(nodes_.size()) +
                               " chunks, the most that it can number: make chunks larger");
     }
-    nodes_.emplace_back();
     // So that giving a number back never needs memory.
-    free_ids_.reserve(nodes_.size());
+    if (free_ids_.capacity() == nodes_.size()) free_ids_.reserve(2 * nodes_.size() + 1);
+    nodes_.emplace_back();
     return static_cast<Id>(nodes_.size()) - 1;
   }
   const Id id = free_ids_.back();
@@ -111,6 +117,12 @@ void ChunkTree::mark_reachable(Id id, bool reachable) {
   }
 }
 
+bool ChunkTree::hangs_on(Id id, Id above) const {
+  // What can be reached hangs on nothing absent. An absent one hangs on nothing, so that this ends.
+  while (id != kNone && id != above && !node(id).reachable) id = node(id).parent;
+  return id == above;
+}
+
 ChunkTree::Id ChunkTree::add_absent() {
   const Id id = new_node();
   nodes_[static_cast<std::size_t>(id)].state = Node::State::kAbsent;
@@ -118,11 +130,17 @@ ChunkTree::Id ChunkTree::add_absent() {
 }
 
 ChunkTree::Id ChunkTree::add(Id id, Id parent) {
-  if (parent != kNone) node(parent);
+  if (parent != kNone && node(parent).state == Node::State::kDoomed) {
+    throw std::invalid_argument("chunk " + std::to_string(parent) +
+                                " was removed: nothing can hang on it");
+  }
   if (id == kNone) {
     id = add_absent();
   } else if (node(id).state != Node::State::kAbsent) {
     throw std::invalid_argument("chunk " + std::to_string(id) + " is there already");
+  } else if (hangs_on(parent, id)) {
+    throw std::invalid_argument("chunk " + std::to_string(id) + " cannot hang on chunk " +
+                                std::to_string(parent) + ", which hangs on it");
   }
   Node& added = node(id);
   added.state = Node::State::kPresent;
@@ -177,6 +195,7 @@ void ChunkTree::remove_all() {
   for (std::size_t i = 0; i < nodes_.size(); ++i) {
     if (nodes_[i].state == Node::State::kPresent) remove(static_cast<Id>(i));
   }
+  candidates_.clear();  // void, all of them
 }
 
 std::vector<std::pair<ChunkTree::Id, ChunkTree::Id>> ChunkTree::take_changes() {
@@ -189,7 +208,7 @@ void ChunkTree::free_layers(Node& found) {
     const LayerRows& rows = found.layers[i];
     slots.push_back(rows.slot);
     if (i + 1 == found.layers.size() || found.layers[i + 1].format != rows.format) {
-      pools_[static_cast<std::size_t>(rows.format)]->free(slots);
+      pool(rows.format).free(slots);
       slots.clear();
     }
   }
@@ -201,22 +220,61 @@ void ChunkTree::end_doomed(Id id) {
   Node& found = node(id);
   if (found.state != Node::State::kDoomed || found.busy()) return;
   free_layers(found);
-  std::erase_if(filling_, [id](const Filling& filling) { return filling.id == id; });
+  failed_.erase(id);
   free_node(id);
+}
+
+SlotPool& ChunkTree::pool(int format) const {
+  if (format < 0 || static_cast<std::size_t>(format) >= pools_.size()) {
+    throw std::out_of_range("there is no format " + std::to_string(format) + " among the " +
+                            std::to_string(pools_.size()));
+  }
+  return *pools_[static_cast<std::size_t>(format)];
 }
 
 // --- layers --------------------------------------------------------------------------------------
 
 void ChunkTree::fill(Id id, int format, std::span<const LayerSlot> layers, const Tickets& tickets) {
   if (!present(id)) throw std::invalid_argument("chunk " + std::to_string(id) + " is not there");
+  pool(format);
+  check_tickets(tickets);
   Node& found = node(id);
+  const std::size_t before = found.layers.size();
   Filling filling{.id = id, .format = format, .slots = {}, .tickets = tickets};
   for (const LayerSlot& added : layers) {
+    if (std::ranges::find(found.layers, added.layer, &LayerRows::layer) != found.layers.end()) {
+      found.layers.resize(before);
+      throw std::invalid_argument("chunk " + std::to_string(id) + " has layer " +
+                                  std::to_string(added.layer) + " already");
+    }
     found.layers.push_back({.layer = added.layer, .slot = added.slot, .format = format});
     filling.slots.push_back(added.slot);
   }
-  filling_.push_back(std::move(filling));
-  ++found.filling;
+  start_filling(std::move(filling));
+}
+
+// Files slots under the transfers that write to them.
+void ChunkTree::start_filling(Filling filling) {
+  if (free_fillings_.empty()) {
+    free_fillings_.push_back(static_cast<std::int32_t>(fillings_.size()));
+    fillings_.emplace_back();
+  }
+  const std::int32_t number = free_fillings_.back();
+  free_fillings_.pop_back();
+  filling.pending = std::ssize(filling.tickets);
+  if (filling.pending == 0) ended_.push_back(number);
+  for (const auto& ticket : filling.tickets) {
+    // Mostly the latest one.
+    auto transfer = std::find_if(transfers_.rbegin(), transfers_.rend(),
+                                 [&](const Transfer& other) { return other.ticket == ticket; });
+    if (transfer == transfers_.rend()) {
+      transfers_.push_back({ticket, {}});
+      transfer = transfers_.rbegin();
+    }
+    transfer->fillings.push_back(number);
+  }
+  if (filling.id != kNone) filling.next = std::exchange(node(filling.id).filling, number);
+  fillings_[static_cast<std::size_t>(number)] = std::move(filling);
 }
 
 std::vector<std::int64_t> ChunkTree::missing(Id id, std::span<const std::int64_t> layers) const {
@@ -238,30 +296,47 @@ bool ChunkTree::holds(Id id, std::int64_t layer) const {
 }
 
 std::size_t ChunkTree::pin_prefix(std::span<const Id> ids, std::span<const std::int64_t> layers) {
-  std::size_t count = 0;
-  for (const Id id : ids) {
-    const auto there = [this, id](std::int64_t layer) { return holds(id, layer); };
-    if (!present(id) || !std::ranges::all_of(layers, there)) break;
-    pin(id);
-    ++count;
-  }
+  const auto there = [&](Id id) {
+    return present(id) &&
+           std::ranges::all_of(layers, [&](std::int64_t layer) { return holds(id, layer); });
+  };
+  const auto end = std::ranges::find_if_not(ids, there);
+  const auto count = static_cast<std::size_t>(end - ids.begin());
+  for (const Id id : ids.first(count)) pin(id);
   return count;
 }
 
 void ChunkTree::pin(Id id) {
   Node& found = node(id);
+  if (found.state == Node::State::kAbsent ||
+      (found.state == Node::State::kDoomed && found.pins == 0)) {
+    throw std::invalid_argument("chunk " + std::to_string(id) + " is not there");
+  }
   touch(found);
   ++found.pins;
 }
 
 void ChunkTree::unpin(std::span<const Id> ids) {
+  std::size_t taken_back = 0;
+  try {
+    for (const Id id : ids) {
+      Node& found = node(id);
+      if (found.pins < 1) {
+        throw std::invalid_argument("chunk " + std::to_string(id) + " has no pin");
+      }
+      --found.pins;
+      ++taken_back;
+    }
+  } catch (...) {
+    for (const Id id : ids.first(taken_back)) ++node(id).pins;
+    throw;
+  }
   for (const Id id : ids) {
-    Node& found = node(id);
-    if (found.pins < 1) throw std::invalid_argument("chunk " + std::to_string(id) + " has no pin");
-    --found.pins;
-    if (found.state == Node::State::kDoomed) {
+    // A number that stands there twice may be free by now.
+    const Node::State state = nodes_[static_cast<std::size_t>(id)].state;
+    if (state == Node::State::kDoomed) {
       end_doomed(id);
-    } else {
+    } else if (state == Node::State::kPresent) {
       file(id);
     }
   }
@@ -284,86 +359,102 @@ std::vector<ChunkTree::Run> ChunkTree::runs(std::span<const Id> ids, std::int64_
 ChunkTree::Tickets ChunkTree::tickets(std::span<const Id> ids,
                                       std::span<const std::int64_t> layers) const {
   Tickets found;
+  const auto collect = [&](const Filling& filling) {
+    const auto brings = [&](const LayerRows& rows) {
+      return !rows.whole && rows.format == filling.format &&
+             std::ranges::find(layers, rows.layer) != layers.end() &&
+             std::ranges::find(filling.slots, rows.slot) != filling.slots.end();
+    };
+    if (std::ranges::none_of(node(filling.id).layers, brings)) return;
+    for (const auto& ticket : filling.tickets) {
+      // Mostly the latest one.
+      if (std::find(found.rbegin(), found.rend(), ticket) == found.rend()) found.push_back(ticket);
+    }
+  };
   for (const Id id : ids) {
-    const Node& chunk = node(id);
-    const bool whole = std::ranges::all_of(layers, [&chunk](std::int64_t layer) {
-      const auto rows = std::ranges::find(chunk.layers, layer, &LayerRows::layer);
-      return rows != chunk.layers.end() && rows->whole;
-    });
-    if (whole) continue;
-    for (const Filling& filling : filling_) {
-      if (filling.id != id) continue;
-      for (const auto& ticket : filling.tickets) {
-        if (std::ranges::find(found, ticket) == found.end()) found.push_back(ticket);
-      }
+    for (std::int32_t next = node(id).filling; next != kNone;) {
+      const Filling& filling = fillings_[static_cast<std::size_t>(next)];
+      collect(filling);
+      next = filling.next;
+    }
+    if (const auto failed = failed_.find(id); failed != failed_.end()) {
+      std::ranges::for_each(failed->second, collect);
     }
   }
   return found;
 }
 
 void ChunkTree::settle() {
-  if (filling_.empty()) return;
-  const auto is = [](Ticket::State state) {
-    return [state](const std::shared_ptr<Ticket>& ticket) { return ticket->state() == state; };
-  };
-  std::vector<Filling> pending;
-  std::vector<Filling> ended;
-  for (Filling& filling : filling_) {
-    const bool writes = std::ranges::any_of(filling.tickets, is(Ticket::State::kPending));
-    (writes || filling.over ? pending : ended).push_back(std::move(filling));
-  }
-  filling_ = std::move(pending);
-  for (Filling& filling : ended) {
-    if (filling.id == kNone) {
-      pools_[static_cast<std::size_t>(filling.format)]->free(filling.slots);
-      continue;
+  std::erase_if(transfers_, [this](const Transfer& transfer) {
+    if (transfer.ticket->state() == Ticket::State::kPending) return false;
+    for (const std::int32_t number : transfer.fillings) {
+      if (--fillings_[static_cast<std::size_t>(number)].pending == 0) ended_.push_back(number);
     }
-    const Id id = filling.id;
-    Node& found = node(id);
-    --found.filling;
-    if (std::ranges::all_of(filling.tickets, is(Ticket::State::kDone))) {
-      for (LayerRows& rows : found.layers) {
-        rows.whole |= rows.format == filling.format &&
-                      std::ranges::find(filling.slots, rows.slot) != filling.slots.end();
-      }
-      if (found.state == Node::State::kPresent) file(id);
-    } else {
-      // Who holds it must learn why.
-      if (found.pins > 0) {
-        filling.over = true;
-        filling_.push_back(std::move(filling));
-      }
-      if (found.state == Node::State::kPresent) {
-        remove(id);
-        continue;
-      }
+    return true;
+  });
+  while (!ended_.empty()) {
+    const std::int32_t number = ended_.back();
+    ended_.pop_back();
+    Filling& filling = fillings_[static_cast<std::size_t>(number)];
+    if (filling.id != kNone) {
+      std::int32_t* link = &node(filling.id).filling;
+      while (*link != number) link = &fillings_[static_cast<std::size_t>(*link)].next;
+      *link = filling.next;
     }
-    end_doomed(id);
+    free_fillings_.push_back(number);
+    end_filling(std::exchange(filling, {}));
   }
+}
+
+void ChunkTree::end_filling(Filling filling) {
+  if (filling.id == kNone) {
+    pool(filling.format).free(filling.slots);
+    return;
+  }
+  const Id id = filling.id;
+  Node& found = node(id);
+  const bool done = std::ranges::all_of(
+      filling.tickets, [](const auto& ticket) { return ticket->state() == Ticket::State::kDone; });
+  if (done) {
+    for (LayerRows& rows : found.layers) {
+      rows.whole |= rows.format == filling.format &&
+                    std::ranges::find(filling.slots, rows.slot) != filling.slots.end();
+    }
+    file(id);
+  } else {
+    // Who holds it must learn why.
+    if (found.pins > 0) failed_[id].push_back(std::move(filling));
+    if (found.state == Node::State::kPresent) {
+      remove(id);
+      return;
+    }
+  }
+  end_doomed(id);
 }
 
 // --- slots ---------------------------------------------------------------------------------------
 
 std::optional<std::vector<std::int64_t>> ChunkTree::allocate(int format, std::int64_t count) {
-  SlotPool& pool = *pools_.at(static_cast<std::size_t>(format));
-  auto slots = pool.allocate(count);
+  SlotPool& from = pool(format);
+  auto slots = from.allocate(count);
   while (!slots) {
     if (evict() == kNone) return std::nullopt;
-    slots = pool.allocate(count);
+    slots = from.allocate(count);
   }
   const auto apart = [](std::int64_t slot, std::int64_t next) { return next != slot + 1; };
   if (std::ranges::adjacent_find(*slots, apart) == slots->end()) return slots;
   // What they take may be part of a run.
-  pool.free(*slots);
-  const auto first = pool.allocate_run(count);
-  if (!first) return pool.allocate(count);
+  from.free(*slots);
+  const auto first = from.allocate_run(count);
+  if (!first) return from.allocate(count);
   std::iota(slots->begin(), slots->end(), *first);
   return slots;
 }
 
 void ChunkTree::retire(int format, std::vector<std::int64_t> slots, const Tickets& tickets) {
-  filling_.push_back(
-      {.id = kNone, .format = format, .slots = std::move(slots), .tickets = tickets});
+  pool(format);
+  check_tickets(tickets);
+  start_filling({.id = kNone, .format = format, .slots = std::move(slots), .tickets = tickets});
   settle();
 }
 

@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -25,6 +26,9 @@ namespace hscache {
 // is *absent* while others hang on it, so that they find it when it comes again; changes() tells
 // when a key's number is another one, or none. Memory: about 130 bytes a chunk of one layer, 40
 // more for each further layer.
+//
+// What is refused throws std::out_of_range (a number or format that there is not) or
+// std::invalid_argument, and changes nothing.
 //
 // Not thread-safe.
 class ChunkTree {
@@ -50,7 +54,7 @@ class ChunkTree {
   // A number for a key whose chunk is absent.
   Id add_absent();
   // Makes an absent chunk present, or a new one where `id` is kNone; it has no layers yet. `parent`
-  // may be absent; kNone is for the first of a prefix.
+  // may be absent; kNone is for the first of a prefix. A chunk cannot hang on what hangs on it.
   Id add(Id id, Id parent);
   bool present(Id id) const;
   std::int64_t size() const { return num_present_; }
@@ -64,7 +68,7 @@ class ChunkTree {
   std::vector<std::pair<Id, Id>> take_changes();
 
   // Gives a present chunk layers that it lacks, which are there once all of `tickets` are done.
-  // Where one of them fails the chunk is dropped.
+  // Where one of them fails the chunk is dropped. The slots are the chunk's from now on.
   void fill(Id id, int format, std::span<const LayerSlot> layers, const Tickets& tickets);
   // Of `layers` those that a chunk lacks, wherever they are on their way; of an absent one all.
   std::vector<std::int64_t> missing(Id id, std::span<const std::int64_t> layers) const;
@@ -74,17 +78,19 @@ class ChunkTree {
   // The chunks from the front that have all of `layers`, whole: how many. Marks them as just used
   // and pins each. Numbers may be kNone.
   std::size_t pin_prefix(std::span<const Id> ids, std::span<const std::int64_t> layers);
-  // Marks a chunk as just used and holds it, also after remove(); each pin is taken back once.
+  // Marks a chunk as just used and holds it, also after remove(); each pin is taken back once. One
+  // that was removed may be pinned as long as it is held.
   void pin(Id id);
   void unpin(std::span<const Id> ids);
 
   // The slots of one layer of chunks that have it, in order: a run for each change of format.
   std::vector<Run> runs(std::span<const Id> ids, std::int64_t layer) const;
-  // The transfers that still bring some of `layers`, each once.
+  // The transfers that still bring some of `layers`, or failed to and somebody held the chunk then;
+  // each once.
   Tickets tickets(std::span<const Id> ids, std::span<const std::int64_t> layers) const;
 
   // Takes note of transfers that have ended since. Everything else sees what was true at the last
-  // call.
+  // call. Takes time for each transfer that is pending, not for each chunk.
   void settle();
 
   // Drops the chunk that goes next: returns its number, or kNone where all are busy.
@@ -112,12 +118,12 @@ class ChunkTree {
     std::uint64_t last_used = 0;
     std::uint32_t record = 0;  // number of its record among the candidates; 0 without one
     std::int32_t pins = 0;
-    std::int32_t filling = 0;  // entries of filling_ that are its own
+    std::int32_t filling = kNone;  // the first of fillings_ that are its own
     enum class State : std::uint8_t { kFree, kAbsent, kPresent, kDoomed } state = State::kFree;
     bool reachable = false;  // present, as all its predecessors are
     std::vector<LayerRows> layers;
 
-    bool busy() const { return pins > 0 || filling > 0; }
+    bool busy() const { return pins > 0 || filling != kNone; }
   };
   // May lag behind what was used since, and is put right when it comes up, so that marking a chunk
   // as used costs nothing here. Void when its node's record is another one.
@@ -127,12 +133,19 @@ class ChunkTree {
     Id id = kNone;
     bool operator>(const Candidate& other) const { return order > other.order; }
   };
+  // Slots that transfers write to.
   struct Filling {
-    Id id = kNone;  // kNone: slots that are no chunk's
+    Id id = kNone;  // kNone: no chunk's
     int format = 0;
     std::vector<std::int64_t> slots;
     Tickets tickets;
-    bool over = false;  // failed, and kept for who holds the chunk to see why
+    std::int64_t pending = 0;   // of the tickets
+    std::int32_t next = kNone;  // of the same chunk
+  };
+  // So that a transfer for a thousand chunks is asked once whether it has ended.
+  struct Transfer {
+    std::shared_ptr<Ticket> ticket;
+    std::vector<std::int32_t> fillings;  // once for each time that it is among their tickets
   };
 
   Node& node(Id id);
@@ -143,9 +156,13 @@ class ChunkTree {
   void unlink(Id id);
   void drop_absent(Id id);
   void mark_reachable(Id id, bool reachable);
+  bool hangs_on(Id id, Id above) const;  // `above` is absent
   void touch(Node& found) { found.last_used = ++clock_; }
   void file(Id id);
   void free_layers(Node& found);
+  SlotPool& pool(int format) const;
+  void start_filling(Filling filling);
+  void end_filling(Filling filling);
   void end_doomed(Id id);
   static std::uint64_t order_of(const Node& found);
 
@@ -153,7 +170,11 @@ class ChunkTree {
   std::deque<Node> nodes_;
   std::vector<Id> free_ids_;
   std::vector<Candidate> candidates_;  // a heap
-  std::vector<Filling> filling_;
+  std::vector<Filling> fillings_;
+  std::vector<std::int32_t> free_fillings_;
+  std::vector<std::int32_t> ended_;  // of fillings_: nothing writes to them any more
+  std::vector<Transfer> transfers_;  // pending at the last look
+  std::unordered_map<Id, std::vector<Filling>> failed_;  // for who holds a chunk to see why
   std::vector<std::pair<Id, Id>> changes_;
   std::uint64_t clock_ = 0;
   std::uint32_t records_ = 0;
