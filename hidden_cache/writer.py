@@ -373,10 +373,10 @@ class RequestWriter:
     def _allocate(self, kind: _Kind, count: int, more: int, *, fit: bool) -> list[int]:
         """Slots for one layer; all, or with `fit` what there is."""
         index = self._store._index
-        slots = index.allocate(kind.form, count)
+        pool = self._store._storage.pool(kind.rows)
+        slots = index.allocate(kind.form, min(count, pool.num_slots) if fit else count)
         if slots is not None:
             return slots
-        pool = self._store._storage.pool(kind.rows)
         if fit:
             return index.allocate(kind.form, min(count, pool.num_free)) or []
         whole = (len(self._chunks) + more) * len(self.layer_idxs)

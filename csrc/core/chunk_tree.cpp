@@ -436,6 +436,7 @@ void ChunkTree::end_filling(Filling filling) {
 
 std::optional<std::vector<std::int64_t>> ChunkTree::allocate(int format, std::int64_t count) {
   SlotPool& from = pool(format);
+  if (count > from.num_slots()) return std::nullopt;  // nothing goes for what will never fit
   auto slots = from.allocate(count);
   while (!slots) {
     if (evict() == kNone) return std::nullopt;

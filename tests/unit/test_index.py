@@ -270,6 +270,13 @@ def test_slots_come_as_neighbours_where_there_are_some() -> None:
     assert index.allocate(index.form, 2) == [0, 2]
 
 
+def test_nothing_goes_for_what_would_never_fit() -> None:
+    index = Index(slots=3)
+    index.chain("ab")
+    assert index.allocate(index.form, 4) is None
+    assert len(index) == 2
+
+
 def test_evicted_keys_are_remembered_and_dropped_ones_are_not() -> None:
     index = Index(slots=2)
     index.chain("ab")
