@@ -1033,26 +1033,56 @@ def test_rows_of_a_step_that_nobody_ended_are_taken_in_the_next(
     assert torch.equal(driver.load("r")["hidden_states"], rows_at(2))
 
 
+def quiet_step(driver: Driver) -> int:
+    progress = driver.side.progress()
+    assert progress is not None
+    return progress.quiet_step
+
+
+@pytest.mark.usefixtures("_still")
+def test_rows_that_will_be_read_count_as_read(drive: Callable[..., Driver]) -> None:
+    driver = drive(max_pending=1).own()
+    driver.begin("r", "s")
+    first = driver.step(rows={"r": driver.rows(2, 4)}).step
+    second = driver.step(rows={"s": driver.rows(1, 4)}).step  # finds the queue full
+    assert quiet_step(driver) == first - 1
+    driver.arrive()
+    assert quiet_step(driver) == second - 1
+    driver.step()
+    assert quiet_step(driver) == second - 1
+    driver.arrive()
+    assert quiet_step(driver) == second + 1
+
+
+@pytest.mark.usefixtures("_still")
+def test_rows_of_a_step_that_nobody_ended_are_read_as_of_that_step(
+    drive: Callable[..., Driver],
+) -> None:
+    driver = drive().own()
+    driver.begin("r")
+    told = driver.tell(rows={"r": driver.rows(2, 4)})
+    driver.side.take_in(told)
+    driver.side.take_in(driver.tell())
+    assert quiet_step(driver) == told.step - 1
+    driver.arrive()
+    assert quiet_step(driver) == told.step + 1
+
+
 @pytest.mark.usefixtures("_still")
 def test_the_scheduler_learns_which_steps_are_read(drive: Callable[..., Driver]) -> None:
-    def quiet_step() -> int:
-        progress = driver.side.progress()
-        assert progress is not None
-        return progress.quiet_step
-
     driver = drive().own()
     assert drive().side.progress() is None, "a rank that reads nothing says nothing"
     driver.begin("r", "s")
     begun = driver.step().step
-    assert quiet_step() == begun
+    assert quiet_step(driver) == begun
     first = driver.tell(rows={"r": driver.rows(2, 4)})
     driver.side.take_in(first)
-    assert quiet_step() == first.step - 1, "it will be read at the step's end"
+    assert quiet_step(driver) == first.step - 1, "it will be read at the step's end"
     driver.side.rows_are_there()
     driver.step(rows={"s": driver.rows(1, 4)})
-    assert quiet_step() == first.step - 1
+    assert quiet_step(driver) == first.step - 1
     driver.arrive()
-    assert quiet_step() == first.step + 1
+    assert quiet_step(driver) == first.step + 1
 
 
 @pytest.mark.usefixtures("_still")
@@ -1221,3 +1251,18 @@ def test_rows_of_old_weights_answer_no_more(drive: Callable[..., Driver]) -> Non
     assert driver.refusal("mixed")[0] == "weights_changed"
     assert torch.equal(driver.load("again")["hidden_states"], rows_at(3))
     assert read_metadata(driver.path("again"))["weights_epoch"] == "1"
+
+
+@pytest.mark.usefixtures("_still")
+def test_an_ended_request_of_old_weights_that_still_waits_for_room_is_refused(
+    drive: Callable[..., Driver],
+) -> None:
+    driver = drive(max_pending=1).own()
+    driver.save(driver.order("first", 0), driver.order("second", 1))
+    driver.step(weights_epoch=1)
+    driver.arrive()
+    assert torch.equal(driver.load("first")["hidden_states"], rows_at(0))
+    driver.settle()
+    driver.step(weights_epoch=1)
+    assert driver.refusal("second")[0] == "weights_changed"
+    assert driver.side.reported() == {"first", "second"}

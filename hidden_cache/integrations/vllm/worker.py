@@ -49,6 +49,7 @@ class _Live:
         prompt: tokens of the prompt, for which room is made at once.
         table: the block table as far as it was told.
         num_tokens: rows that are in the engine's cache.
+        told_step: the step that told of the last of them.
         chunks, foreign: as told, see `Rows`.
         refusal: reason and detail, once it is known that there will be no sample.
     """
@@ -58,6 +59,7 @@ class _Live:
     writer: RequestWriter | None
     table: list[int] = field(default_factory=list)
     num_tokens: int = 0
+    told_step: int = -1
     chunks: list[Chunk] = field(default_factory=list)
     foreign: tuple[int, int] | None = None
     refusal: tuple[str, str] | None = None
@@ -101,9 +103,11 @@ class WorkerSide:
         self._owned: _Owned | None = None
         self._seen_step = -1
         self._rows: dict[str, Rows] = {}  # of the step that runs: to be taken once it has
+        self._rows_step = -1
         self._live: dict[str, _Live] = {}
         self._lost: set[str] = set()  # live, and answered already: they could not be begun
         self._endings: deque[_Ending] = deque()
+        self._lacks_room = False  # in the pool, for the first of them
         # Whose rows may be on their way out of the engine's memory, and the step that told them.
         self._reading: list[tuple[int, str, RequestWriter]] = []
         self._held: set[str] = set()  # ended, to be reported once nothing is read
@@ -155,7 +159,7 @@ class WorkerSide:
                 self._lost.add(request_id)
         for ending in news.endings:
             self._end(ending)
-        self._rows = news.rows
+        self._rows, self._rows_step = news.rows, news.step
         self._work_off()
 
     def rows_are_there(self) -> None:
@@ -185,10 +189,12 @@ class WorkerSide:
         if self._owned is None:
             return None
         self._look_at_reads()
-        oldest = min((step for step, _, _ in self._reading), default=self._seen_step + 1)
-        if self._rows:  # the step that runs is told of and not read yet
-            oldest = min(oldest, self._seen_step)
-        return Progress(oldest - 1)
+        steps = [step for step, _, _ in self._reading]
+        # What was told of and will be read counts too.
+        steps += [live.told_step for live in self._live.values() if live.writer and live.is_behind]
+        if self._rows:
+            steps.append(self._rows_step)
+        return Progress(min(steps, default=self._seen_step + 1) - 1)
 
     def _look_at_reads(self) -> None:
         self._reading = [read for read in self._reading if not read[2].source_free]
@@ -214,9 +220,9 @@ class WorkerSide:
                 self._abandon(live)
                 live.writer, live.chunks = store.writer(request_id, self._shape.layer_ids), []
         if is_reset:
-            for live in self._live.values():
+            for live in [*self._live.values(), *(ending.live for ending in self._endings)]:
                 if live.request_id not in news.preempted:
-                    detail = "the weights changed while it was computed"
+                    detail = "the weights changed before all of its rows were taken"
                     self._refuse_live(live, "weights_changed", detail)
 
     def _end(self, ending: SaveOrder | Refusal) -> None:
@@ -238,13 +244,13 @@ class WorkerSide:
                 self._held.add(ending.request_id)
             return
         if ending.rows is not None:
-            self._learn(live, ending.rows)
+            self._learn(live, ending.rows, self._seen_step)
         self._endings.append(_Ending(ending, live, samples.deadline()))
 
-    def _learn(self, live: _Live, rows: Rows) -> None:
+    def _learn(self, live: _Live, rows: Rows, step: int) -> None:
         first = rows.first_token // self._shape.block_size
         live.table[first:] = rows.block_ids
-        live.num_tokens = rows.num_tokens
+        live.num_tokens, live.told_step = rows.num_tokens, step
         live.chunks += rows.chunks
         live.foreign = rows.foreign
 
@@ -254,11 +260,11 @@ class WorkerSide:
         for request_id, told in rows.items():
             live = self._live.get(request_id)
             if live is not None:
-                self._learn(live, told)
+                self._learn(live, told, self._rows_step)
         for live in self._live.values():
             if live.writer is None or live.refusal is not None or not live.is_behind:
                 continue
-            if self._endings:
+            if self._lacks_room:
                 # Who has ended comes first: its blocks are held.
                 self._abandon(live)
                 continue
@@ -285,6 +291,7 @@ class WorkerSide:
             elif owned.samples.are_behind or not self._publish(ending):
                 return
             self._endings.popleft()
+            self._lacks_room = False
             if order.reported:
                 self._held.add(order.request_id)
 
@@ -294,15 +301,16 @@ class WorkerSide:
         assert self._owned is not None
         live, order, store = ending.live, ending.order, self._owned.store
         try:
-            if live.writer is None:
+            if live.writer is None and live.refusal is None:
                 live.writer = store.writer(order.request_id, self._shape.layer_ids)
             # Also where there are none: so that it is known what they would be.
-            if live.is_behind or order.num_tokens == 0:
+            if live.writer is not None and (live.is_behind or order.num_tokens == 0):
                 self._take(live, live.writer)
         except QueueFullError:
             return False
         except PoolFullError as error:
             if error.can_wait and self._options.when_full == "block":
+                self._lacks_room = True
                 self._make_room()
                 return False
             self._refuse_live(live, "pool_full", str(error))
@@ -366,7 +374,7 @@ class WorkerSide:
             first_token=first * size,
         )
         if not writer.source_free:
-            self._reading.append((self._seen_step, live.request_id, writer))
+            self._reading.append((live.told_step, live.request_id, writer))
 
     def _make_room(self) -> None:
         """Has the request that began last give up its room to one that has ended."""
