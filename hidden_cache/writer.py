@@ -311,6 +311,10 @@ class RequestWriter:
             key = None if given is None else given.key
             opened.append(_Chunk(form=kind.form, start=position, end=end, key=key))
             position = end
+        # If its predecessor made room for it nobody could ever reach it.
+        held = [number for number in index.find([self._parent_key]) if index.present(number)]
+        for number in held:
+            index.pin(number)
         try:
             for chunk, number in zip(opened, index.find(c.key for c in opened), strict=True):
                 if number != NONE and index.present(number):
@@ -331,6 +335,8 @@ class RequestWriter:
         except BaseException:
             self._let_go(opened)
             raise
+        finally:
+            index.unpin(held)
         room = 0
         while room < len(opened) and len(opened[room].slots) == len(lacking[room]):
             room += 1

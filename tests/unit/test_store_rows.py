@@ -150,6 +150,19 @@ def test_what_does_not_fit_makes_room_by_evicting_others_only() -> None:
     assert torch.equal(found, rows_for(old)[:4])
 
 
+def test_a_prefix_that_grows_keeps_what_it_grows_from() -> None:
+    store = make_store(pool_bytes=4 * CHUNK * HIDDEN * 4)
+    tokens, other = list(range(16)), list(range(100, 104))
+    store.store_hidden_states(tokens[:12], rows_for(tokens)[:12])
+    store.store_hidden_states(other, rows_for(other))
+    # The chunk in front of the new one is the least recently used leaf.
+    assert store.store_hidden_states(tokens, rows_for(tokens)[12:], token_offset=12) == 1
+    found = store.retrieve_hidden_states(tokens)
+    assert found is not None
+    assert torch.equal(found, rows_for(tokens))
+    assert store.retrieve_hidden_states(other) is None
+
+
 def test_layers_that_are_not_wanted_are_dropped_and_counted() -> None:
     store = make_store(layers=(0, 24))
     tokens = list(range(4))
