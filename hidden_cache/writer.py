@@ -299,7 +299,7 @@ class RequestWriter:
     ) -> list[_Chunk]:
         """Finds or makes a place for all chunks up to token `stop`; gives those that are new."""
         index = self._store._index
-        self._check_follow(chunks)
+        self._check_follow(chunks, stop)
         # Some may be opened already that were not known then.
         late = max(0, len(self._chunks) - len(self._known))
         known = [*self._known[len(self._chunks) :], *chunks[late:]]
@@ -365,8 +365,9 @@ class RequestWriter:
             can_wait=True,
         )
 
-    def _check_follow(self, chunks: Sequence[Chunk]) -> None:
-        """Refuses chunks that do not go on from those that were given before."""
+    def _check_follow(self, chunks: Sequence[Chunk], stop: int) -> None:
+        """Refuses chunks that do not go on from those that were given before, and rows up to
+        `stop` that no chunk can have."""
         size = self._store.chunk_size
         last = self._known[-1] if self._known else None
         keys: set[Hashable] = set()
@@ -388,6 +389,11 @@ class RequestWriter:
                     raise ValueError(f"{chunk} has a key twice: a key names one whole prefix")
                 keys.add(chunk.key)
             last = chunk
+        if last is not None and last.end - last.start < size and stop > last.end:
+            raise ValueError(
+                f"rows up to token {stop} are given, beyond {last}: a short one must come last; "
+                "give it when all rows are there"
+            )
 
     def _learn(self, chunks: Sequence[Chunk]) -> None:
         """Takes in chunks that were checked; those opened before their key was known get it."""

@@ -342,6 +342,20 @@ def test_chunks_that_do_not_follow_are_refused(
     writer.abandon()
 
 
+@pytest.mark.parametrize("taken", [3, 6])
+def test_rows_behind_a_short_chunk_are_refused(taken: int, store: HiddenStateStore) -> None:
+    writer = store.writer("x", LAYERS)
+    writer.append(rows_for(taken), chunks_of(TOKENS[:4]))
+    tail = [Chunk(4, 5, b"tail")]
+    with pytest.raises(ValueError, match=r"rows up to token 8 are given, beyond Chunk\(start=4"):
+        writer.append(rows_for(8 - taken), tail)
+    if taken < 5:
+        writer.append(rows_for(5 - taken), tail)
+        with pytest.raises(ValueError, match="a short one must come last"):
+            writer.append(rows_for(1))
+    writer.finish().release()
+
+
 def test_rows_and_uses_that_cannot_be_are_refused(store: HiddenStateStore) -> None:
     writer = store.writer("x", LAYERS)
     with pytest.raises(ValueError, match=r"rows have shape \[4, 2, 6\], must be \[n, 3, hidden\]"):
