@@ -283,7 +283,14 @@ class HiddenStateStore:
         Args:
             request_id: for messages.
             layer_idxs: what the rows' layers are called, in their order.
+
+        Raises:
+            ValueError: no layers, or one twice.
         """
+        if not layer_idxs or len(set(layer_idxs)) != len(layer_idxs):
+            raise ValueError(
+                f"layer_idxs are {list(layer_idxs)}, must name one layer or more, each once"
+            )
         with self._guard():
             self._check_open()
             return RequestWriter(self, request_id, layer_idxs)

@@ -356,6 +356,14 @@ def test_rows_behind_a_short_chunk_are_refused(taken: int, store: HiddenStateSto
     writer.finish().release()
 
 
+@pytest.mark.parametrize("layers", [(), (3, 3)])
+def test_layers_that_are_not_each_named_once_are_refused(
+    layers: tuple[int, ...], store: HiddenStateStore
+) -> None:
+    with pytest.raises(ValueError, match="must name one layer or more, each once"):
+        store.writer("x", layers)
+
+
 def test_rows_and_uses_that_cannot_be_are_refused(store: HiddenStateStore) -> None:
     writer = store.writer("x", LAYERS)
     with pytest.raises(ValueError, match=r"rows have shape \[4, 2, 6\], must be \[n, 3, hidden\]"):
