@@ -111,6 +111,11 @@ class RequestWriter:
             raise ValueError(
                 f"rows have shape {list(rows.shape)}, must be [n, {len(self.layer_idxs)}, hidden]"
             )
+        if rows.size(2) < 1 or (rows.stride(2) != 1 and rows.size(2) > 1):
+            raise ValueError(
+                f"rows have shape {list(rows.shape)} and strides {list(rows.stride())}, must have "
+                "elements that lie side by side: give rows.contiguous()"
+            )
         source = Source(
             rows.transpose(0, 1)[None], [0], self.num_tokens, current_stream(rows, stream)
         )

@@ -368,6 +368,9 @@ def test_rows_and_uses_that_cannot_be_are_refused(store: HiddenStateStore) -> No
     writer = store.writer("x", LAYERS)
     with pytest.raises(ValueError, match=r"rows have shape \[4, 2, 6\], must be \[n, 3, hidden\]"):
         writer.append(rows_for(4)[:, :2])
+    for bad in (rows_for(4).repeat_interleave(2, dim=2)[..., ::2], rows_for(4)[..., :0]):
+        with pytest.raises(ValueError, match=r"side by side: give rows.contiguous\(\)"):
+            writer.append(bad)
     writer.append(rows_for(4))
     with pytest.raises(ValueError, match="a request's rows are of one kind"):
         writer.append(rows_for(4).to(torch.int64))
