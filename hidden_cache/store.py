@@ -186,7 +186,8 @@ class HiddenStateStore:
                 f"hidden_states has {len(hidden_states)} rows, must have one for each of the "
                 f"{num_tokens - token_offset} token ids from token_offset {token_offset} on"
             )
-        chunks = self._to_chunks(token_ids)
+        # Nobody could find what has no key.
+        chunks = [chunk for chunk in self._to_chunks(token_ids) if chunk.key is not None]
         before = [chunk for chunk in chunks if chunk.start < token_offset]
         chunks = chunks[len(before) :]
         if not chunks:

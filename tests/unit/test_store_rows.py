@@ -163,6 +163,19 @@ def test_a_prefix_that_grows_keeps_what_it_grows_from() -> None:
     assert store.retrieve_hidden_states(other) is None
 
 
+def test_a_chunk_without_a_key_takes_no_room() -> None:
+    store = make_store(pool_bytes=2 * CHUNK * HIDDEN * 4)
+    old = list(range(4))
+    store.store_hidden_states(old, rows_for(old))
+    chunks = [Chunk(0, 4, b"a"), Chunk(4, 8, None), Chunk(8, 10, None)]
+    assert store.store_hidden_states(chunks, rows_for(list(range(10)))) == 1
+    found = store.retrieve_hidden_states(chunks)
+    assert found is not None
+    assert torch.equal(found, rows_for(list(range(10)))[:4])
+    stats = store.stats()
+    assert (stats.evicted_chunks, stats.tokens_gathered, stats.partial_stores) == (0, 8, 0)
+
+
 def test_layers_that_are_not_wanted_are_dropped_and_counted() -> None:
     store = make_store(layers=(0, 24))
     tokens = list(range(4))
