@@ -330,6 +330,8 @@ class RequestWriter:
                 chunk.shared = not names
             if not fit:
                 self._check_formats(kind, opened, lacking)
+                # Before others make room for what cannot fit.
+                self._check_fits(kind, sum(map(len, lacking)))
             for layer in self.layer_idxs:
                 wanting = [
                     chunk for chunk, names in zip(opened, lacking, strict=True) if layer in names
@@ -357,18 +359,22 @@ class RequestWriter:
         pool = self._store._storage.pool(kind.rows)
         if fit:
             return index.allocate(kind.form, min(count, pool.num_free)) or []
-        whole = (len(self._chunks) + more) * len(self.layer_idxs)
-        if whole > pool.num_slots:
-            raise PoolFullError(
-                f"the request takes {whole} slots of {pool.slot_bytes} bytes, the whole pool has "
-                f"{pool.num_slots}: set hscache_pool_bytes to {whole * pool.slot_bytes} or more",
-                can_wait=False,
-            )
+        self._check_fits(kind, (len(self._chunks) + more) * len(self.layer_idxs))
         raise PoolFullError(
             f"{count} slots are needed for a layer, {pool.num_free} of {pool.num_slots} are free "
             "and the rest is in use: wait, or set hscache_pool_bytes higher",
             can_wait=True,
         )
+
+    def _check_fits(self, kind: _Kind, count: int) -> None:
+        """Refuses what takes more slots than there are."""
+        pool = self._store._storage.pool(kind.rows)
+        if count > pool.num_slots:
+            raise PoolFullError(
+                f"the request takes {count} slots of {pool.slot_bytes} bytes, the whole pool has "
+                f"{pool.num_slots}: set hscache_pool_bytes to {count * pool.slot_bytes} or more",
+                can_wait=False,
+            )
 
     def _check_follow(self, chunks: Sequence[Chunk], stop: int) -> None:
         """Refuses chunks that do not go on from those that were given before, and rows up to

@@ -351,6 +351,15 @@ def test_a_request_larger_than_the_pool_need_not_be_tried_again() -> None:
     store.close()
 
 
+def test_a_request_larger_than_the_pool_evicts_nobody() -> None:
+    store = make_store(slots=2 * len(LAYERS))
+    rows = put(store, list(range(8)))
+    with pytest.raises(PoolFullError, match="takes 9 slots"):
+        put(store, list(range(50, 62)))
+    check_equal(store.retrieve_layers(list(range(8)), LAYERS), rows)
+    store.close()
+
+
 def test_a_pool_smaller_than_one_slot_is_full() -> None:
     store = HiddenStateStore(HiddenCacheConfig(chunk_size=CHUNK, pool_bytes=SLOT_BYTES - 1))
     with pytest.raises(PoolFullError, match=f"{SLOT_BYTES} bytes, the whole pool") as caught:
