@@ -474,16 +474,16 @@ class RequestWriter:
         present = number != NONE and index.present(number)
         if chunk.number != NONE and not (present and number == chunk.number):
             return  # what it shares was dropped meanwhile: it stays this request's own
-        if present and chunk.number == NONE:
-            # Somebody else was faster.
-            if not all(index.holds(number, layer) for layer in chunk.slots):
-                return  # and may fail yet
-        elif not present:
+        lacking = index.missing(number, list(chunk.slots))
+        # Others were faster with these.
+        surplus = [layer for layer in chunk.slots if layer not in lacking]
+        if not all(self._serves(number, layer) for layer in surplus):
+            return  # but may fail yet, or brought rows of another kind
+        if not present:
             number = index.add(chunk.key, parent_key)
         if chunk.number == NONE:
             index.pin(number)
             chunk.number = number
-        lacking = index.missing(number, list(chunk.slots))
         if lacking:
             self.new_chunks += 1
             index.fill(
@@ -492,10 +492,18 @@ class RequestWriter:
                 [(layer, chunk.slots[layer]) for layer in lacking],
                 chunk.tickets,
             )
-        surplus = [slot for layer, slot in chunk.slots.items() if layer not in lacking]
         if surplus:
-            index.retire(chunk.form, surplus, chunk.tickets)
+            index.retire(chunk.form, [chunk.slots[layer] for layer in surplus], chunk.tickets)
         chunk.slots = {}
+
+    def _serves(self, number: int, layer: int) -> bool:
+        """Whether a layer that somebody else brought is whole and can stand for this one."""
+        assert self._kind is not None
+        index = self._store._index
+        if not index.holds(number, layer):
+            return False
+        ((rows, _),) = index.runs([number], layer)
+        return rows.hidden == self._kind.rows.hidden and rows.converts(self._kind.dtype)
 
     def _abandon(self) -> None:
         if not self._ended:

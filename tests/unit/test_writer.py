@@ -192,6 +192,84 @@ def test_of_two_that_bring_the_same_chunk_the_faster_one_keeps_it(store: HiddenS
     held.release()
 
 
+def test_two_that_bring_layers_of_one_chunk_both_leave_theirs(store: HiddenStateStore) -> None:
+    rows = rows_for(4)
+    one, other = store.writer("one", (5,)), store.writer("other", (2, 5))
+    for writer, part in ((one, rows[:, :1]), (other, 9000 + rows[:, [1, 0]])):
+        writer.append(part[:3].clone(), chunks_of(TOKENS[:4]))
+    one.append(rows[3:, :1].clone())
+    first = one.finish()
+    first.wait()
+    other.append(9000 + rows[3:, [1, 0]])
+    second = other.finish()
+    second.wait()
+    assert (first.new_chunks, second.new_chunks) == (1, 1)
+    found = store.retrieve_layers(TOKENS[:4], (5, 2))
+    assert found is not None
+    assert torch.equal(found[5], rows[:, 0]), "the first that was whole"
+    assert torch.equal(found[2], 9000 + rows[:, 1])
+    out = torch.empty(4, 2, HIDDEN, dtype=rows.dtype)
+    second.read(0, out)
+    assert torch.equal(out, torch.stack([found[2], found[5]], 1))
+    first.release()
+    second.release()
+    assert used_slots(store) == 2
+
+
+def test_rows_of_another_kind_never_stand_for_a_requests_own() -> None:
+    store = make_store(slots=1 << 20)
+    chunks = chunks_of(TOKENS[:4])
+    wide, narrow = store.writer("wide", (0,)), store.writer("narrow", (0,))
+    rows = rows_for(4)[:, :1]
+    for writer, part in ((wide, rows), (narrow, rows[..., :2])):
+        writer.append(part[:3].clone(), chunks)
+    wide.append(rows[3:].clone())
+    wide.finish().wait()
+    narrow.append(rows[3:, :, :2].clone())
+    held = narrow.finish()
+    held.wait()
+    out = torch.zeros(6, 1, 2, dtype=rows.dtype)
+    held.read(0, out[:4])
+    assert torch.equal(out[:4], rows[..., :2])
+    assert not out[4:].any(), "nothing is written behind what was asked for"
+
+
+def test_a_layer_that_another_is_still_bringing_does_not_stand_for_a_requests_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from hidden_cache import _native
+
+    make = _native.TransferEngine
+    monkeypatch.setattr(
+        _native, "TransferEngine", lambda **options: make(**options, threaded=False)
+    )
+    store = make_store()
+    chunks = chunks_of(TOKENS[:4])
+    rows = rows_for(4)
+
+    def arrive() -> None:
+        for engine in store._storage.engines.values():
+            engine.drain()
+
+    base = store.writer("base", (5,))
+    append(base, rows[:, :1], 4, chunks)
+    base.finish().release()
+    arrive()
+    slow, fast = store.writer("slow", (5, 2)), store.writer("fast", (5, 2))
+    append(slow, rows[:, :2], 3, chunks)
+    arrive()
+    append(fast, rows[:, :2], 4, chunks)
+    (ticket,) = fast.finish().tickets
+    append(slow, rows[:, :2], 4)
+    held = slow.finish()
+    ticket.cancel()
+    arrive()
+    held.wait()
+    out = torch.empty(4, 2, HIDDEN, dtype=rows.dtype)
+    held.read(0, out)
+    assert torch.equal(out, rows[:, :2])
+
+
 def test_an_abandoned_request_leaves_its_whole_chunks(store: HiddenStateStore) -> None:
     writer = store.writer("a", LAYERS)
     append(writer, rows_for(18), 10, chunks_of(TOKENS))
