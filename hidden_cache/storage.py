@@ -125,6 +125,10 @@ class Storage:
         return self._readers[device]
 
     def _make_engine(self, device: torch.device, **options: Any) -> _native.TransferEngine:
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError(
+                f"rows cannot be moved from or to {device}: move them to the CPU or a CUDA device"
+            )
         on_gpu = device.type == "cuda"
         if on_gpu and (why := _native.why_no_cuda()):
             raise ValueError(f"rows cannot be moved from or to {device}: {why}")

@@ -120,6 +120,22 @@ def test_rows_of_any_layout_are_taken() -> None:
         assert torch.equal(found, rows)
 
 
+def test_devices_without_memory_of_theirs_are_refused() -> None:
+    store = make_store()
+    tokens = list(range(4))
+    away = rows_for(tokens).to("meta")
+    with pytest.raises(ValueError, match="cannot be moved from or to meta"):
+        store.store_hidden_states(tokens, away)
+    with pytest.raises(ValueError, match="cannot be moved from or to meta"):
+        store.writer("x", (0,)).append(away[:, None])
+    store.store_hidden_states(tokens, rows_for(tokens))
+    for where in ({"device": "meta"}, {"out": away}):
+        with pytest.raises(ValueError, match="cannot be moved from or to meta"):
+            store.retrieve_hidden_states(tokens, **where)
+    store.reset()
+    assert store.stats().used_bytes == 0
+
+
 def test_a_prefix_larger_than_the_pool_is_kept_from_the_front(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
