@@ -408,6 +408,8 @@ class HiddenStateStore:
             TransferError: the copy failed.
         """
         began = time.perf_counter()
+        # A second result would let go of the first one while it is written to.
+        layer_idxs = tuple(dict.fromkeys(layer_idxs))
         target = _device(device)
         with self._guard():
             if self._closed:

@@ -190,6 +190,14 @@ def test_the_result_may_be_of_another_dtype(store: HiddenStateStore) -> None:
     assert torch.equal(found[2], rows[:, 1].double())
 
 
+def test_a_layer_that_is_asked_for_twice_is_copied_once(store: HiddenStateStore) -> None:
+    rows = put(store, list(range(8)))
+    found = store.retrieve_layers(list(range(8)), [2, 2])
+    assert found is not None
+    assert torch.equal(found[2], rows[:, 1])
+    assert store.stats().bytes_retrieved == rows[:, 1].nbytes
+
+
 def test_a_row_of_one_element_is_a_row(store: HiddenStateStore) -> None:
     rows = make_rows(4, 1, 1)
     put(store, [1, 2, 3, 4], rows, layer_idxs=[0])
