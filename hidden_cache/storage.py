@@ -12,7 +12,7 @@ import torch
 
 from hidden_cache import _native, numa
 from hidden_cache.config import HiddenCacheConfig
-from hidden_cache.errors import PoolFullError, QueueFullError
+from hidden_cache.errors import PoolFullError, QueueFullError, TransferError
 from hidden_cache.formats import RowFormat
 
 logger = logging.getLogger(__name__)
@@ -188,18 +188,24 @@ class Storage:
         """Moves rows out of slots into a tensor `[n, hidden]`, waiting for room in the queue.
 
         Thread-safe where `reader` was called for the tensor's device.
+
+        Raises:
+            TransferError: closed.
         """
         wanted, stored = rows.elements(target.dtype)
-        ticket = self._readers[target.device].scatter(
-            view_of(target[None, None]),
-            [0],
-            pieces,
-            self.pools[rows.slot_bytes(self._chunk_size)],
-            stream,
-            True,
-            target_element=wanted,
-            stored=stored,
-        )
+        try:
+            ticket = self._readers[target.device].scatter(
+                view_of(target[None, None]),
+                [0],
+                pieces,
+                self.pools[rows.slot_bytes(self._chunk_size)],
+                stream,
+                True,
+                target_element=wanted,
+                stored=stored,
+            )
+        except RuntimeError as error:
+            raise TransferError(str(error)) from error  # closed meanwhile
         assert ticket is not None, "it waits for room"
         return ticket
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hidden_cache.config import HiddenCacheConfig
-from hidden_cache.errors import ConfigError
+from hidden_cache.errors import ConfigError, TransferError
 from hidden_cache.keys import Chunk, TokenChunker
 from hidden_cache.store import HiddenStateStore
 from tests.threads import PATIENCE_S
@@ -245,6 +245,23 @@ def test_a_storage_manager_that_fails_leaves_no_chunk_held() -> None:
         store.retrieve_hidden_states(tokens)
     assert store.drop_key(keys[0])
     assert store.stats().used_bytes == store.stats().slot_bytes
+
+
+def test_a_retrieve_that_a_close_overtakes_says_so_and_leaves_nothing_held() -> None:
+    store = make_store()
+    tokens = list(range(8))
+    store.store_hidden_states(tokens, rows_for(tokens))
+
+    class Closing:
+        def contains(self, key: object) -> str:
+            store.close()
+            return "here"
+
+    store.bind_storage_manager(Closing())
+    with pytest.raises(TransferError, match="closed"):
+        store.retrieve_hidden_states(tokens)
+    assert store.stats().used_bytes == 0
+    assert store.retrieve_hidden_states(tokens) is None
 
 
 def test_reset_drops_all_chunks() -> None:
