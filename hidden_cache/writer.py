@@ -74,7 +74,8 @@ class RequestWriter:
         self._store = store
         self._chunks: list[_Chunk] = []  # opened, in order
         self._known: list[Chunk] = []  # that were given, from the first on
-        self._keys: set[Hashable] = set()
+        # Of those, and of what they hang on: none may hang on itself.
+        self._keys: set[Hashable] = set() if before is None else {before.key}
         self._start = 0 if before is None else before.end
         self._parent_key = None if before is None else before.key
         self._kind: _Kind | None = None

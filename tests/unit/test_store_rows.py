@@ -136,6 +136,17 @@ def test_devices_without_memory_of_theirs_are_refused() -> None:
     assert store.stats().used_bytes == 0
 
 
+def test_a_chunk_with_the_key_of_the_one_before_it_is_refused() -> None:
+    store = make_store()
+    chunks = [Chunk(0, 4, b"a"), Chunk(4, 8, b"a")]
+    for offset in (0, 4):
+        with pytest.raises(ValueError, match="has a key twice"):
+            store.store_hidden_states(
+                chunks, rows_for(list(range(8 - offset))), token_offset=offset
+            )
+    assert store.num_cached_chunks() == 0
+
+
 def test_a_prefix_larger_than_the_pool_is_kept_from_the_front(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
