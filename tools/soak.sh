@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
 # What runs long, on the executables of `make sanitize`: HSCACHE_SEEDS seeds of the hostile streams under
-# either sanitizer, then the fuzzer for HSCACHE_FUZZ_SECONDS. The last result stands in docs/soak.md.
+# either sanitizer, then the fuzzer for HSCACHE_FUZZ_SECONDS; then the store, HSCACHE_EXAMPLES sequences beside
+# its model and HSCACHE_STRESS_S seconds under threads. The last result stands in docs/soak.md.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export HSCACHE_SEEDS=${HSCACHE_SEEDS:-100000}
+export HSCACHE_EXAMPLES=${HSCACHE_EXAMPLES:-5000} HSCACHE_STRESS_S=${HSCACHE_STRESS_S:-60}
 fuzz_seconds=${HSCACHE_FUZZ_SECONDS:-600}
 rows=()
 status=0
@@ -28,6 +30,11 @@ stage "hostile streams, AddressSanitizer and UBSan" "$HSCACHE_SEEDS seeds" \
 stage "hostile streams, ThreadSanitizer" "$HSCACHE_SEEDS seeds" \
   build/tests-thread/csrc/tests/cuda_tests "$seeds"
 stage "copy plan, libFuzzer" "$fuzz_seconds s" tools/fuzz.sh "$fuzz_seconds"
+pytest=(.venv/bin/python -m pytest -q --timeout 7200)
+stage "store beside its model" "$HSCACHE_EXAMPLES sequences" \
+  "${pytest[@]}" tests/property/test_store_model.py
+stage "store, 8 threads" "$HSCACHE_STRESS_S s" \
+  "${pytest[@]}" tests/unit/test_store_rows.py -k many_threads
 
 {
   echo "# The last long run"

@@ -798,10 +798,10 @@ class StoreMachine(RuleBasedStateMachine):
 
 TestStoreModel = StoreMachine.TestCase
 TestStoreModel.settings = settings(
-    derandomize="HSCACHE_EXAMPLES" not in os.environ,
+    derandomize=True,
     deadline=None,
     database=None,
-    max_examples=int(os.environ.get("HSCACHE_EXAMPLES", "400")),
+    max_examples=int(os.environ.get("HSCACHE_EXAMPLES", "80")),
     stateful_step_count=40,
     suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
 )

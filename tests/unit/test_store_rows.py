@@ -7,15 +7,18 @@ import os
 import random
 import threading
 import time
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 
 from hidden_cache.config import HiddenCacheConfig
-from hidden_cache.errors import ConfigError, TransferError
+from hidden_cache.errors import ConfigError, PoolFullError, QueueFullError, TransferError
 from hidden_cache.keys import Chunk, TokenChunker
+from hidden_cache.lease import Lease
 from hidden_cache.store import HiddenStateStore
+from hidden_cache.writer import RequestWriter
 from tests.threads import PATIENCE_S
 from tests.unit import make_paged
 
@@ -32,7 +35,9 @@ def make_store(**settings: Any) -> HiddenStateStore:
 
 def rows_for(tokens: list[int], layer: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Rows that depend on the whole prefix, as hidden states do: none fits another prefix."""
-    sums = torch.tensor(tokens, dtype=torch.int64).cumsum(0) * 7 + layer
+    # Weighted, so that the order of the tokens shows too.
+    weights = torch.arange(len(tokens)) ** 2 + 1
+    sums = (torch.tensor(tokens, dtype=torch.int64) * weights).cumsum(0) * 7 + layer
     return (sums[:, None] % 251 + torch.arange(HIDDEN)[None] / 16).to(dtype)
 
 
@@ -44,7 +49,7 @@ class Kv:
         self.asked: list[object] = []
 
     def contains(self, key: object) -> str | None:
-        self.asked.append(key)
+        self.asked = [*self.asked[-9:], key]
         return None if key in self.gone else "here"
 
 
@@ -346,49 +351,185 @@ def test_what_cuts_no_chunks_is_refused() -> None:
         HiddenStateStore(HiddenCacheConfig(), object())
 
 
+class Worker:
+    """One of many threads that do everything with one store; each row that it gets it looks at."""
+
+    def __init__(self, store: HiddenStateStore, kv: Kv, seed: int) -> None:
+        self.store = store
+        self.kv = kv
+        self.choose = random.Random(seed)
+        self.chunker = TokenChunker(CHUNK)
+        self.done: Counter[str] = Counter()
+        self.writer: RequestWriter | None = None
+        self.writing: list[int] = []
+        self.leases: list[tuple[Lease, list[int]]] = []
+        self.views: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def work(self, stop: float) -> None:
+        while time.monotonic() < stop:
+            what = self.choose.choice(ACTIONS)
+            # Prefixes that share their beginnings, some with a tail.
+            letters = [self.choose.randint(0, 1) for _ in range(self.choose.randint(1, 9))]
+            tokens = [token for token in letters for _ in range(CHUNK)]
+            tokens += [2] * self.choose.randint(0, CHUNK - 1)
+            try:
+                getattr(self, what)(tokens, self.choose.randint(0, 1))
+            except (PoolFullError, QueueFullError):
+                self.done["refused"] += 1
+        self.end()
+
+    def end(self) -> None:
+        if self.writer is not None:
+            self.writer.abandon()
+        while self.leases:
+            self.read_lease([], 0)
+        while self.views:
+            self.let_a_view_die([], 0)
+
+    def check(self, found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+        assert torch.equal(found, expected), f"{what}: a wrong row, {found} for {expected}"
+        self.done[what] += len(found)
+
+    def store_rows(self, tokens: list[int], layer: int) -> None:
+        start = self.choose.choice([0, 0, self.choose.randint(0, len(tokens))])
+        rows = rows_for(tokens, layer)[start:]
+        stored = self.store.store_hidden_states(tokens, rows, layer_idx=layer, token_offset=start)
+        self.done["stored"] += stored
+
+    def step(self, tokens: list[int], _: int) -> None:
+        if self.writer is None:
+            self.writer, self.writing = self.store.writer("of a thread", (0, 1)), tokens
+        writer, tokens = self.writer, self.writing
+        stop = min(len(tokens), writer.num_tokens + self.choose.randint(1, 2 * CHUNK))
+        chunks = self.chunker.chunks(tokens)
+        if self.choose.random() < 0.5:
+            chunks = [chunk for chunk in chunks if chunk.end <= stop]
+        try:
+            writer.append(both(tokens)[writer.num_tokens : stop], chunks[len(writer._known) :])
+            self.done["steps"] += 1
+        except PoolFullError:
+            writer.abandon()
+            self.writer = None
+            raise
+        if stop == len(tokens):
+            self.leases.append((writer.finish(), tokens))
+            self.writer = None
+
+    def rewind(self, _: list[int], __: int) -> None:
+        if self.writer is not None:
+            self.writer.rewind(self.choose.randint(0, self.writer.num_tokens))
+            self.done["rewinds"] += 1
+
+    def lease(self, tokens: list[int], _: int) -> None:
+        chunks = self.chunker.chunks(tokens)
+        end = chunks[-1].end
+        if end < len(tokens):
+            chunks.append(Chunk(end, len(tokens), None))
+        paged, block_ids = make_paged(both(tokens), 3, seed=len(tokens))
+        taken = self.store.lease_paged(chunks, paged, block_ids, layer_idxs=(0, 1))
+        self.leases.append((taken, tokens))
+
+    def read_lease(self, _: list[int], __: int) -> None:
+        if self.leases:
+            lease, tokens = self.leases.pop(0)
+            lease.wait()
+            out = torch.empty(len(tokens), 2, HIDDEN)
+            lease.read(0, out)
+            lease.release()
+            self.check(out, both(tokens), "leased")
+
+    def retrieve(self, tokens: list[int], layer: int) -> None:
+        dtype = self.choose.choice([torch.float32, torch.float16, torch.bfloat16, torch.float64])
+        found = self.store.retrieve_hidden_states(tokens, layer_idx=layer, dtype=dtype)
+        if found is not None:
+            self.check(found, rows_for(tokens, layer)[: len(found)].to(dtype), "retrieved")
+
+    def retrieve_both(self, tokens: list[int], _: int) -> None:
+        out = {layer: torch.full((len(tokens) + 1, HIDDEN), -1.0) for layer in (0, 1)}
+        found = self.store.retrieve_layers(tokens, (1, 0), out=out)
+        if found is not None:
+            rows = torch.stack([found[0], found[1]], 1)
+            self.check(rows, both(tokens)[: len(rows)], "retrieved both")
+            assert all((given[len(rows) :] == -1).all() for given in out.values())
+
+    def view(self, tokens: list[int], layer: int) -> None:
+        found = self.store.retrieve_hidden_states(tokens, layer_idx=layer, copy=False)
+        if found is not None:
+            self.views.append((found, rows_for(tokens, layer)[: len(found)]))
+        if len(self.views) > 2:
+            self.let_a_view_die([], 0)
+
+    def let_a_view_die(self, _: list[int], __: int) -> None:
+        if self.views:
+            self.check(*self.views.pop(0), "viewed")
+
+    def drop(self, tokens: list[int], _: int) -> None:
+        key = self.choose.choice(self.chunker.chunks(tokens)).key
+        self.done["dropped"] += self.store.drop_key(key)
+
+    def kv_goes(self, tokens: list[int], layer: int) -> None:
+        chunks = self.chunker.chunks(tokens)
+        gone = self.choose.choice(chunks)
+        self.kv.gone.add(gone.key)
+        assert self.store.coverage(tokens, (layer,)) <= len(chunks) * CHUNK
+        self.kv.gone.discard(gone.key)
+        self.done["kv gone"] += 1
+
+    def look(self, tokens: list[int], layer: int) -> None:
+        stats = self.store.stats()
+        assert 0 <= stats.free_slots <= stats.num_slots
+        self.done["looks"] += self.store.coverage(tokens, (layer,)) % CHUNK == 0
+
+
+ACTIONS = (
+    *("store_rows", "step", "retrieve") * 4,
+    *("read_lease", "retrieve_both", "view") * 2,
+    *("rewind", "lease", "let_a_view_die", "drop", "kv_goes", "look"),
+)
+
+
+def both(tokens: list[int]) -> torch.Tensor:
+    """Rows of both layers, `[n, 2, HIDDEN]`."""
+    return torch.stack([rows_for(tokens, 0), rows_for(tokens, 1)], 1)
+
+
 def test_many_threads_never_see_a_wrong_row() -> None:
-    store = make_store(pool_bytes=40 * CHUNK * HIDDEN * 4)
+    """HSCACHE_STRESS_S seconds of everything at once."""
+    store = make_store(pool_bytes=100 * CHUNK * HIDDEN * 4, max_pending=4)
     kv = Kv()
     store.bind_storage_manager(kv)
-    chunker = TokenChunker(CHUNK)
     stop = time.monotonic() + STRESS_S
-    failures: list[str] = []
-    given = [0]
+    workers = [Worker(store, kv, seed) for seed in range(8)]
+    failures: list[BaseException] = []
 
-    def work(seed: int) -> None:
-        rng = random.Random(seed)
-        while time.monotonic() < stop and not failures:
-            # Prefixes that share their beginnings.
-            tokens = [
-                token for _ in range(rng.randint(1, 9)) for token in [rng.randint(0, 1)] * CHUNK
-            ]
-            layer = rng.randint(0, 1)
-            what = rng.random()
-            if what < 0.4:
-                store.store_hidden_states(tokens, rows_for(tokens, layer), layer_idx=layer)
-            elif what < 0.85:
-                found = store.retrieve_hidden_states(tokens, layer_idx=layer)
-                if found is not None:
-                    given[0] += len(found)
-                    if not torch.equal(found, rows_for(tokens, layer)[: len(found)]):
-                        failures.append(f"a wrong row of {tokens}, layer {layer}")
-            elif what < 0.95:
-                key = chunker.chunks(tokens)[-1].key
-                kv.gone.add(key)
-                store.coverage(tokens, (layer,))
-                kv.gone.discard(key)
-            else:
-                store.drop_key(chunker.chunks(tokens)[-1].key)
+    def guarded(worker: Worker) -> None:
+        try:
+            worker.work(stop)
+        except BaseException as error:
+            failures.append(error)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    threads = [threading.Thread(target=guarded, args=(worker,)) for worker in workers]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(STRESS_S + PATIENCE_S)
         assert not thread.is_alive()
-    assert failures == []
-    assert given[0] > 0
-    for key in [chunk.key for chunk in chunker.chunks([0] * 40)]:
-        store.drop_key(key)
+    if failures:
+        raise failures[0]
+    done = sum((worker.done for worker in workers), Counter[str]())
+    expected = [
+        "stored",
+        "steps",
+        "rewinds",
+        "leased",
+        "retrieved",
+        "viewed",
+        "dropped",
+        "refused",
+        "looks",
+    ]
+    assert all(done[what] for what in [*expected, "retrieved both", "kv gone"]), done
+    for engine in store._storage.engines.values():
+        engine.drain()
     store.reset()
-    assert store.stats().used_bytes == 0
+    assert store.stats().used_bytes == 0, "nobody holds anything any more"
