@@ -14,9 +14,16 @@ import pytest
 import torch
 
 from hidden_cache.config import HiddenCacheConfig
-from hidden_cache.errors import ConfigError, PoolFullError, QueueFullError, TransferError
-from hidden_cache.keys import Chunk, TokenChunker
+from hidden_cache.errors import (
+    ConfigError,
+    HiddenCacheError,
+    PoolFullError,
+    QueueFullError,
+    TransferError,
+)
+from hidden_cache.keys import Chunk, Placeholder, TokenChunker
 from hidden_cache.lease import Lease
+from hidden_cache.metrics import Durations
 from hidden_cache.store import HiddenStateStore
 from hidden_cache.writer import RequestWriter
 from tests.threads import PATIENCE_S
@@ -533,3 +540,292 @@ def test_many_threads_never_see_a_wrong_row() -> None:
         engine.drain()
     store.reset()
     assert store.stats().used_bytes == 0, "nobody holds anything any more"
+
+
+# Rows into tensors of the caller's
+
+
+STORED = list(range(12))
+
+
+@pytest.fixture
+def stored() -> HiddenStateStore:
+    """Layer 0 of `STORED` as bfloat16, layer 1 as float32; of a prompt that goes on."""
+    store = make_store()
+    store.store_hidden_states(STORED, rows_for(STORED).bfloat16())
+    store.store_hidden_states(STORED, rows_for(STORED, 1), layer_idx=1)
+    return store
+
+
+PROMPT = [*STORED, 50, 51, 52, 53]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("spare", [0, 5])
+def test_an_out_takes_the_rows_and_keeps_the_rest(
+    stored: HiddenStateStore, dtype: torch.dtype, spare: int
+) -> None:
+    out = torch.full((len(STORED) + spare, HIDDEN), -1.0, dtype=dtype)
+    # The dtype is the tensor's own, whatever is asked for; nobody gets a view who gave room.
+    found = stored.retrieve_hidden_states(PROMPT, dtype=torch.float64, out=out, copy=False)
+    assert found is not None
+    assert found.data_ptr() == out.data_ptr()
+    assert len(found) == len(STORED)
+    assert torch.equal(found, rows_for(STORED).bfloat16().to(dtype))
+    assert (out[len(STORED) :] == -1).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.float8_e4m3fn], ids=str)
+def test_an_out_of_any_dtype_is_cast_to(stored: HiddenStateStore, dtype: torch.dtype) -> None:
+    out = torch.full((len(STORED) + 1, HIDDEN), 9.0).to(dtype)
+    found = stored.retrieve_hidden_states(PROMPT, out=out, layer_idx=1)
+    assert found is not None
+    assert found.data_ptr() == out.data_ptr()
+    assert torch.equal(found.double(), rows_for(STORED, 1).to(dtype).double())
+    assert (out[len(STORED) :].double() == 9).all()
+
+
+def test_an_out_may_have_rows_apart_and_be_a_part_of_something(stored: HiddenStateStore) -> None:
+    every = torch.full((2, 20, 3 * HIDDEN), -1.0)
+    apart = every[0, 2:, HIDDEN : 2 * HIDDEN]
+    backwards_layers = every.transpose(0, 1)[2:, 1, :HIDDEN]
+    found = stored.retrieve_layers(PROMPT, [1, 0], out={0: apart, 1: backwards_layers})
+    assert found is not None
+    assert torch.equal(found[0], rows_for(STORED).bfloat16().float())
+    assert torch.equal(found[1], rows_for(STORED, 1))
+    assert torch.equal(apart[:12], found[0])
+    assert torch.equal(every[1, 2:14, :HIDDEN], found[1])
+    touched = torch.zeros_like(every, dtype=torch.bool)
+    touched[0, 2:14, HIDDEN : 2 * HIDDEN] = True
+    touched[1, 2:14, :HIDDEN] = True
+    assert (every[~touched] == -1).all(), "nothing beside the rows is written"
+
+
+def test_an_out_has_no_part_in_what_comes_later(stored: HiddenStateStore) -> None:
+    out = torch.empty(12, HIDDEN)
+    found = stored.retrieve_hidden_states(PROMPT, out=out)
+    stored.reset()
+    stored.store_hidden_states(PROMPT, torch.zeros(16, HIDDEN))
+    assert found is not None
+    assert torch.equal(found, rows_for(STORED).bfloat16().float())
+
+
+def test_an_out_stays_as_it_is_where_nothing_is_found(stored: HiddenStateStore) -> None:
+    out = torch.full((12, HIDDEN), -1.0)
+    assert stored.retrieve_hidden_states([99] * 12, out=out) is None
+    assert stored.retrieve_layers(PROMPT, [0, 7], out={0: out, 7: out}) is None
+    assert (out == -1).all()
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        (torch.empty(11, HIDDEN), r"out has shape \[11, 16\] .* must be \[12 or more, 16\]"),
+        (torch.empty(12, HIDDEN + 1), r"shape \[12, 17\]"),
+        (torch.empty(12, 1, HIDDEN), r"shape \[12, 1, 16\]"),
+        (torch.empty(12 * HIDDEN), r"shape \[192\]"),
+        (torch.empty(12, 2 * HIDDEN)[:, ::2], r"strides \[32, 2\], must be .* hidden contiguous"),
+        (torch.empty(HIDDEN, 12).t(), r"strides \[1, 12\]"),
+    ],
+    ids=["short", "wide", "3-D", "1-D", "elements apart", "transposed"],
+)
+def test_an_out_that_the_rows_do_not_fit_is_refused_and_nothing_stays_held(
+    stored: HiddenStateStore, out: torch.Tensor, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        stored.retrieve_hidden_states(PROMPT, out=out)
+    good = torch.empty(12, HIDDEN)
+    with pytest.raises(ValueError, match=message):
+        stored.retrieve_layers(PROMPT, [1, 0], out={1: good, 0: out})
+    stored.reset()
+    assert stored.stats().used_bytes == 0
+
+
+def test_a_layer_without_an_out_is_refused_and_nothing_stays_held(
+    stored: HiddenStateStore,
+) -> None:
+    with pytest.raises(ValueError, match=r"out has layers \[0\], must have one for layer 1 too"):
+        stored.retrieve_layers(PROMPT, [0, 1], out={0: torch.empty(12, HIDDEN)})
+    stored.reset()
+    assert stored.stats().used_bytes == 0
+
+
+# What is counted
+
+
+def test_a_miss_says_why() -> None:
+    store = make_store(pool_bytes=3 * CHUNK * HIDDEN * 4)
+    kv = Kv()
+    store.bind_storage_manager(kv)
+    tokens, other = list(range(8)), list(range(100, 108))
+    keys = [chunk.key for chunk in TokenChunker(CHUNK).chunks(tokens)]
+
+    def misses(ask: list[int]) -> tuple[int, int, int]:
+        before = store.stats()
+        store.retrieve_hidden_states(ask)
+        after = store.stats()
+        return (
+            after.misses_kv_gone - before.misses_kv_gone,
+            after.misses_evicted - before.misses_evicted,
+            after.misses_not_stored - before.misses_not_stored,
+        )
+
+    assert misses(tokens) == (0, 0, 1)
+    store.store_hidden_states(tokens, rows_for(tokens))
+    assert misses(tokens) == (0, 0, 0)
+    assert misses([*tokens, 7, 7, 7, 7]) == (0, 0, 1), "the prompt goes on"
+    assert misses(tokens[:5]) == (0, 0, 0), "its tail is no chunk"
+    store.store_hidden_states(other, rows_for(other))  # evicts the second chunk
+    assert misses(tokens) == (0, 1, 0)
+    kv.gone.add(keys[0])
+    assert misses(tokens) == (1, 0, 0)
+    kv.gone.clear()
+    assert misses(tokens) == (0, 0, 1), "dropped, not evicted"
+    store.store_hidden_states(tokens[:4], rows_for(tokens)[:4], layer_idx=1)
+    assert misses(tokens[:4]) == (0, 0, 1), "another layer is there"
+    store.reset()
+    assert misses(tokens) == (0, 0, 1)
+    kv.gone.add(keys[0])
+    assert misses(tokens) == (1, 0, 0), "KV is asked first"
+
+
+def test_coverage_counts_misses_and_finds_nothing_in_the_counts_of_retrieves() -> None:
+    store = make_store()
+    tokens = list(range(8))
+    store.store_hidden_states(tokens[:4], rows_for(tokens)[:4])
+    assert store.coverage(tokens) == 4
+    stats = store.stats()
+    assert (stats.misses_not_stored, stats.tokens_found, sum(stats.retrieve_s.counts)) == (1, 0, 0)
+
+
+def test_what_took_how_long_is_counted_where_rows_were_copied() -> None:
+    store = make_store()
+    tokens = list(range(8))
+    store.store_hidden_states(tokens[:3], rows_for(tokens)[:3])  # not one whole chunk
+    assert store.retrieve_hidden_states(tokens) is None
+    empty = store.stats()
+    assert sum(empty.store_s.counts) == sum(empty.retrieve_s.counts) == 0
+    assert len(empty.store_s.counts) == len(empty.store_s.bounds_s) + 1
+    for count in range(1, 4):
+        store.store_hidden_states(tokens, rows_for(tokens))
+        store.retrieve_hidden_states(tokens)
+        stats = store.stats()
+        assert sum(stats.store_s.counts) == sum(stats.retrieve_s.counts) == count
+        assert stats.store_s.total_s > empty.store_s.total_s
+    assert sum(empty.store_s.counts) == 0, "a snapshot does not change"
+    assert (stats.tokens_found, stats.bytes_retrieved) == (24, 3 * rows_for(tokens).nbytes)
+
+
+def test_a_duration_is_counted_below_its_bound() -> None:
+    durations = Durations()
+    for seconds in (0.0, 0.0001, 0.0002, 3.0, 100.0):
+        durations.add(seconds)
+    snapshot = durations.snapshot()
+    counted = dict(zip([*snapshot.bounds_s, None], snapshot.counts, strict=True))
+    assert (counted[0.0001], counted[0.0003], counted[3.0], counted[None]) == (2, 1, 1, 1)
+    assert snapshot.total_s == pytest.approx(103.0003)
+
+
+# Chunks in place of token ids
+
+
+@pytest.mark.parametrize("offset", [0, 3, 4, 12])
+def test_chunks_may_stand_for_token_ids(offset: int) -> None:
+    store = make_store()
+    tokens = list(range(12))
+    chunks = TokenChunker(CHUNK).chunks(tokens)
+    rows = rows_for(tokens)[offset:]
+    stored = store.store_hidden_states(chunks, rows, token_offset=offset)
+    assert stored == len([chunk for chunk in chunks if chunk.start >= offset])
+    store.store_hidden_states(tokens, rows_for(tokens))
+    found = store.retrieve_hidden_states(chunks)
+    assert found is not None
+    assert torch.equal(found, rows_for(tokens))
+
+
+def test_rows_must_be_as_many_as_the_chunks_tokens() -> None:
+    store = make_store()
+    chunks = TokenChunker(CHUNK).chunks(list(range(8)))
+    with pytest.raises(ValueError, match="has 7 rows, must have one for each of the 8 token ids"):
+        store.store_hidden_states(chunks, rows_for(list(range(7))))
+    with pytest.raises(ValueError, match="token_offset is 9, must be from 0 to the 8"):
+        store.store_hidden_states(chunks, rows_for([]), token_offset=9)
+    assert store.store_hidden_states([], rows_for([])) == 0
+
+
+def test_placeholders_keep_two_pictures_apart() -> None:
+    store = make_store()
+    chunker = TokenChunker(CHUNK)
+    tokens = [1, 2, 3, 4, 7, 7, 7, 7, 5, 6, 7, 8]  # 7: a picture
+    one, other = (chunker.chunks(tokens, [Placeholder(4, 4, name)]) for name in ("cat", "dog"))
+    store.store_hidden_states(one, rows_for(tokens))
+    assert store.coverage(other) == store.coverage(tokens) == 4
+    assert store.store_hidden_states(other, -rows_for(tokens)) == 2, "what comes before is shared"
+    for chunks, sign in ((one, 1), (other, -1)):
+        found = store.retrieve_hidden_states(chunks)
+        assert found is not None
+        assert torch.equal(found[:4], rows_for(tokens)[:4])
+        assert torch.equal(found[4:], sign * rows_for(tokens)[4:])
+
+
+# Weights
+
+
+def test_after_new_weights_only_their_rows_answer() -> None:
+    store = make_store()
+    tokens = list(range(8))
+    store.store_hidden_states(tokens, rows_for(tokens))
+    store.reset(weights_epoch=5)
+    assert store.stats().weights_epoch == 5
+    assert store.coverage(tokens) == 0
+    store.store_hidden_states(tokens, -rows_for(tokens))
+    found = store.retrieve_hidden_states(tokens)
+    assert found is not None
+    assert torch.equal(found, -rows_for(tokens))
+    for epoch in (5, 4):
+        with pytest.raises(ValueError, match=f"weights_epoch is {epoch}, was 5 already"):
+            store.reset(weights_epoch=epoch)
+    assert store.coverage(tokens) == 8, "a refused number drops nothing"
+    store.reset()
+    assert store.weights_epoch == 6
+
+
+# The end, with everything alive
+
+
+def test_close_leaves_what_lives_readable_and_lets_go_of_it_later() -> None:
+    store = make_store()
+    tokens = list(range(8))
+    store.store_hidden_states(tokens, rows_for(tokens))
+    view = store.retrieve_hidden_states(tokens, copy=False)
+    writer = store.writer("x", (0,))
+    writer.append(rows_for(tokens)[:6, None], TokenChunker(CHUNK).chunks(tokens))
+    ending = store.writer("y", (0,))
+    store.close()
+    assert view is not None
+    assert torch.equal(view, rows_for(tokens))
+    with pytest.raises(HiddenCacheError, match="the store is closed"):
+        writer.append(rows_for(tokens)[6:, None])
+    with pytest.raises(HiddenCacheError, match="the store is closed"):
+        ending.finish()
+    writer.abandon()
+    assert store.stats().used_bytes == 2 * store.stats().slot_bytes, "the view's"
+    del view
+    assert store.stats().used_bytes == 0
+
+
+def test_a_storage_manager_may_call_the_store() -> None:
+    store = make_store()
+    tokens = list(range(8))
+
+    class Asking:
+        def contains(self, key: object) -> str:
+            store.drop_key(key)
+            return f"one of {store.stats().num_chunks}"
+
+    store.store_hidden_states(tokens, rows_for(tokens))
+    store.bind_storage_manager(Asking())
+    found = store.retrieve_hidden_states(tokens)
+    assert found is not None
+    assert torch.equal(found, rows_for(tokens)), "who reads reads on"
+    assert store.stats().used_bytes == 0
