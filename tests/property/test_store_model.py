@@ -7,6 +7,7 @@ until a rule has them arrive or fail. HSCACHE_EXAMPLES says how many sequences a
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -313,7 +314,8 @@ class StoreMachine(RuleBasedStateMachine):
                 request.writer.abandon()
         store.arrive()
         store.reset()
-        assert store.stats().used_bytes == 0, "nothing is held any more"
+        if sys.exc_info()[0] is None:  # or it would hide what went wrong
+            assert store.stats().used_bytes == 0, "nothing is held any more"
         store.close()
 
     def contains(self, key: Hashable) -> str | None:
@@ -540,7 +542,12 @@ class StoreMachine(RuleBasedStateMachine):
         self.model.requests.append(request)
 
     @precondition(any_writes)
-    @rule(place=picks, count=st.integers(0, 5), late=st.integers(0, 2), paged=st.booleans())
+    @rule(
+        place=picks,
+        count=st.sampled_from([0, 1, 1, 1, 2, 3, 5]),
+        late=st.integers(0, 2),
+        paged=st.booleans(),
+    )
     def step(self, place: int, count: int, late: int, paged: bool) -> None:
         """Some rows more; `late` says whether keys are known before, with or after the last row."""
         request = self.pick(place, writing=True)
@@ -735,13 +742,12 @@ class StoreMachine(RuleBasedStateMachine):
     def kv_comes_back(self) -> None:
         self.model.kv_gone.clear()
 
-    @rule(failing=st.lists(st.integers(0, MAX_PENDING - 1), max_size=2))
-    def arrive(self, failing: list[int]) -> None:
+    @rule(fails=st.lists(st.booleans(), max_size=MAX_PENDING))
+    def arrive(self, fails: list[bool]) -> None:
         """What is in flight arrives, or fails."""
-        pending = self.pending()
-        for place in failing:
-            if place < len(pending):
-                pending[place].cancel()
+        for ticket, fail in zip(self.pending(), fails, strict=False):
+            if fail:
+                ticket.cancel()
         self.store.arrive()
         self.model.settle()
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hidden_cache.config import HiddenCacheConfig
-from hidden_cache.errors import HiddenCacheError, PoolFullError, QueueFullError
+from hidden_cache.errors import HiddenCacheError, PoolFullError, QueueFullError, TransferError
 from hidden_cache.keys import Chunk, TokenChunker
 from hidden_cache.lease import Lease
 from hidden_cache.store import HiddenStateStore
@@ -377,6 +377,33 @@ def test_a_full_queue_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(read(held), rows)
     held.release()
     store.close()
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_chunk_is_whole_when_the_transfers_of_all_its_steps_are_done(
+    failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hidden_cache import _native
+
+    make = _native.TransferEngine
+    monkeypatch.setattr(
+        _native, "TransferEngine", lambda **options: make(**options, threaded=False)
+    )
+    store = make_store()
+    writer = store.writer("a", LAYERS)
+    append(writer, rows_for(4), 3, chunks_of(TOKENS[:4]))
+    append(writer, rows_for(4), 4)
+    held = writer.finish()
+    held.tickets[failing].cancel()
+    for engine in store._storage.engines.values():
+        engine.drain()
+    assert store.num_cached_chunks() == 1, "not known yet"
+    assert store.coverage(TOKENS[:4], LAYERS) == 0
+    assert store.num_cached_chunks() == 0
+    with pytest.raises(TransferError):
+        held.wait()
+    held.release()
+    assert used_slots(store) == 0
 
 
 def test_after_a_reset_a_writer_takes_no_more(store: HiddenStateStore) -> None:
