@@ -420,16 +420,16 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(
         tokens=prefixes,
         layer=st.sampled_from([0, 1]),
-        offset=st.integers(0, 5),
+        back=st.sampled_from([1, 2, 2, 4, 5, 8, 8, 8]),
         as_chunks=st.booleans(),
         fails=st.sampled_from([False, False, False, True]),
     )
     def store_rows(
-        self, tokens: list[int], layer: int, offset: int, as_chunks: bool, fails: bool
+        self, tokens: list[int], layer: int, back: int, as_chunks: bool, fails: bool
     ) -> None:
         """From the front as much as there is room for; waits."""
         model, store = self.model, self.store
-        offset = min(offset, len(tokens))
+        offset = max(0, len(tokens) - back)
         if len(self.pending()) >= MAX_PENDING:
             self.arrive([])  # or it would wait for room in the queue
         request = self.request(tokens, (layer,), 0, -(-offset // CHUNK) * CHUNK)
@@ -535,11 +535,13 @@ class StoreMachine(RuleBasedStateMachine):
     def any_is_held(self) -> bool:
         return any(request.lease is not None for request in self.model.requests)
 
-    @rule(tokens=prefixes, layers=layer_sets, tail=tails)
-    def begin(self, tokens: list[int], layers: tuple[int, ...], tail: int) -> None:
-        request = self.request(tokens, layers, tail, 0)
-        request.writer = self.store.writer(f"{self.serial}", layers)
-        self.model.requests.append(request)
+    @rule(tokens=prefixes, layers=layer_sets, tail=tails, rivals=st.integers(0, 2))
+    def begin(self, tokens: list[int], layers: tuple[int, ...], tail: int, rivals: int) -> None:
+        """Rivals bring rows of the same tokens."""
+        for _ in range(1 + rivals):
+            request = self.request(tokens, layers, tail, 0)
+            request.writer = self.store.writer(f"{self.serial}", layers)
+            self.model.requests.append(request)
 
     @precondition(any_writes)
     @rule(
@@ -547,8 +549,13 @@ class StoreMachine(RuleBasedStateMachine):
         count=st.sampled_from([0, 1, 1, 1, 2, 3, 5]),
         late=st.integers(0, 2),
         paged=st.booleans(),
+        times=st.integers(1, 3),
     )
-    def step(self, place: int, count: int, late: int, paged: bool) -> None:
+    def step(self, place: int, count: int, late: int, paged: bool, times: int) -> None:
+        for _ in range(times):
+            self.step_once(place, count, late, paged)
+
+    def step_once(self, place: int, count: int, late: int, paged: bool) -> None:
         """Some rows more; `late` says whether keys are known before, with or after the last row."""
         request = self.pick(place, writing=True)
         writer = request.writer
