@@ -30,7 +30,8 @@ demo: $(BUILD) ## run the main job on a real engine and a real model
 	@$(PY) -m demo $(ARGS)
 
 test: $(BUILD) test-cpp sanitize fuzz ## all tests: C++ (plain, under sanitizers, fuzzed), Python, the real engine
-	@$(PY) -m pytest --junitxml=build/pytest.xml $(ARGS)
+	@HSCACHE_EXAMPLES=$${HSCACHE_EXAMPLES:-400} HSCACHE_STRESS_S=$${HSCACHE_STRESS_S:-10} \
+		$(PY) -m pytest --junitxml=build/pytest.xml $(ARGS)
 
 test-fast: $(BUILD) test-cpp ## what does not start an engine, in under two minutes
 	@$(PY) -m pytest -m "not engine" --junitxml=build/pytest-fast.xml $(ARGS)
@@ -45,7 +46,7 @@ sanitize: .venv/.ready ## the C++ tests under AddressSanitizer with UBSan, and u
 fuzz: .venv/.ready ## libFuzzer on the copy plan, the same inputs each time; HSCACHE_FUZZ_SECONDS for others
 	@tools/fuzz.sh $${HSCACHE_FUZZ_SECONDS:-same}
 
-soak: sanitize ## what runs long, about half an hour: hostile seeds, threads on one store, the fuzzer; docs/soak.md
+soak: $(BUILD) sanitize ## what runs long, over half an hour: hostile seeds, threads, fuzzer, the store; docs/soak.md
 	@tools/soak.sh
 
 wheel: $(BUILD) ## a wheel in dist/

@@ -28,8 +28,7 @@ class ChunkIndex:
         self._keys: list[Hashable | None] = []  # by number
         self._formats: dict[RowFormat, int] = {}
         self._rows: list[RowFormat] = []  # by format
-        # By the last bits of their hash; the latest of those that share a place.
-        self._evicted = array("q", bytes(8 * _REMEMBERED))
+        self._forget_evicted()
 
     def __len__(self) -> int:
         return len(self._tree)
@@ -62,9 +61,10 @@ class ChunkIndex:
         self._follow()
 
     def clear(self) -> None:
-        """Drops all chunks."""
+        """Drops all chunks, and forgets which were evicted."""
         self._tree.remove_all()
         self._follow()
+        self._forget_evicted()
 
     def was_evicted(self, key: Hashable) -> bool:
         """Whether a key was there and had to make room; of the latest 65,536 at most."""
@@ -153,6 +153,10 @@ class ChunkIndex:
         return self._tree.num_evicted
 
     # --- inside ---------------------------------------------------------------------------
+
+    def _forget_evicted(self) -> None:
+        # By the last bits of their hash; the latest of those that share a place.
+        self._evicted = array("q", bytes(8 * _REMEMBERED))
 
     def _name(self, key: Hashable, number: int) -> None:
         self._ids[key] = number

@@ -109,10 +109,17 @@ class Lease:
         """The transfers that are to be waited for, others' included."""
         if self._released:
             raise HiddenCacheError("the lease was released: read before release()")
-        numbers = [chunk.number for chunk in self._chunks if chunk.number != NONE]
         index = self._store._index
         index.settle()
-        return [*self.tickets, *index.tickets(numbers, self.layer_idxs)]
+        shared = [chunk for chunk in self._chunks if chunk.number != NONE]
+        numbers = [chunk.number for chunk in shared if not chunk.slots]
+        found = [*self.tickets, *index.tickets(numbers, self.layer_idxs)]
+        for chunk in shared:
+            if chunk.slots:
+                # What others bring of its own layers is none of its rows.
+                theirs = [layer for layer in self.layer_idxs if layer not in chunk.slots]
+                found += index.tickets([chunk.number], theirs)
+        return found
 
     def read(self, start: int, out: torch.Tensor) -> None:
         """Copies rows `[start, start + len(out))`, all layers, into a CPU tensor.

@@ -12,7 +12,7 @@ import torch
 
 from hidden_cache import _native, numa
 from hidden_cache.config import HiddenCacheConfig
-from hidden_cache.errors import PoolFullError, QueueFullError
+from hidden_cache.errors import PoolFullError, QueueFullError, TransferError
 from hidden_cache.formats import RowFormat
 
 logger = logging.getLogger(__name__)
@@ -125,6 +125,10 @@ class Storage:
         return self._readers[device]
 
     def _make_engine(self, device: torch.device, **options: Any) -> _native.TransferEngine:
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError(
+                f"rows cannot be moved from or to {device}: move them to the CPU or a CUDA device"
+            )
         on_gpu = device.type == "cuda"
         if on_gpu and (why := _native.why_no_cuda()):
             raise ValueError(f"rows cannot be moved from or to {device}: {why}")
@@ -184,18 +188,24 @@ class Storage:
         """Moves rows out of slots into a tensor `[n, hidden]`, waiting for room in the queue.
 
         Thread-safe where `reader` was called for the tensor's device.
+
+        Raises:
+            TransferError: closed.
         """
         wanted, stored = rows.elements(target.dtype)
-        ticket = self._readers[target.device].scatter(
-            view_of(target[None, None]),
-            [0],
-            pieces,
-            self.pools[rows.slot_bytes(self._chunk_size)],
-            stream,
-            True,
-            target_element=wanted,
-            stored=stored,
-        )
+        try:
+            ticket = self._readers[target.device].scatter(
+                view_of(target[None, None]),
+                [0],
+                pieces,
+                self.pools[rows.slot_bytes(self._chunk_size)],
+                stream,
+                True,
+                target_element=wanted,
+                stored=stored,
+            )
+        except RuntimeError as error:
+            raise TransferError(str(error)) from error  # closed meanwhile
         assert ticket is not None, "it waits for room"
         return ticket
 

@@ -186,7 +186,8 @@ class HiddenStateStore:
                 f"hidden_states has {len(hidden_states)} rows, must have one for each of the "
                 f"{num_tokens - token_offset} token ids from token_offset {token_offset} on"
             )
-        chunks = self._to_chunks(token_ids)
+        # Nobody could find what has no key.
+        chunks = [chunk for chunk in self._to_chunks(token_ids) if chunk.key is not None]
         before = [chunk for chunk in chunks if chunk.start < token_offset]
         chunks = chunks[len(before) :]
         if not chunks:
@@ -283,7 +284,14 @@ class HiddenStateStore:
         Args:
             request_id: for messages.
             layer_idxs: what the rows' layers are called, in their order.
+
+        Raises:
+            ValueError: no layers, or one twice.
         """
+        if not layer_idxs or len(set(layer_idxs)) != len(layer_idxs):
+            raise ValueError(
+                f"layer_idxs are {list(layer_idxs)}, must name one layer or more, each once"
+            )
         with self._guard():
             self._check_open()
             return RequestWriter(self, request_id, layer_idxs)
@@ -400,6 +408,8 @@ class HiddenStateStore:
             TransferError: the copy failed.
         """
         began = time.perf_counter()
+        # A second result would let go of the first one while it is written to.
+        layer_idxs = tuple(dict.fromkeys(layer_idxs))
         target = _device(device)
         with self._guard():
             if self._closed:

@@ -79,7 +79,8 @@ class RequestWriter:
         self._store = store
         self._chunks: list[_Chunk] = []  # opened, in order
         self._known: list[Chunk] = []  # that were given, from the first on
-        self._keys: set[Hashable] = set()
+        # Of those, and of what they hang on: none may hang on itself.
+        self._keys: set[Hashable] = set() if before is None else {before.key}
         self._start = 0 if before is None else before.end
         self._parent_key = None if before is None else before.key
         self._kind: _Kind | None = None
@@ -116,6 +117,11 @@ class RequestWriter:
         if rows.dim() != 3 or rows.size(1) != len(self.layer_idxs):
             raise ValueError(
                 f"rows have shape {list(rows.shape)}, must be [n, {len(self.layer_idxs)}, hidden]"
+            )
+        if rows.size(2) < 1 or (rows.stride(2) != 1 and rows.size(2) > 1):
+            raise ValueError(
+                f"rows have shape {list(rows.shape)} and strides {list(rows.stride())}, must have "
+                "elements that lie side by side: give rows.contiguous()"
             )
         source = Source(
             rows.transpose(0, 1)[None], [0], self.num_tokens, current_stream(rows, stream)
@@ -328,7 +334,7 @@ class RequestWriter:
     ) -> list[_Chunk]:
         """Finds or makes a place for all chunks up to token `stop`; gives those that are new."""
         index = self._store._index
-        self._check_follow(chunks)
+        self._check_follow(chunks, stop)
         # Some may be opened already that were not known then.
         late = max(0, len(self._chunks) - len(self._known))
         known = [*self._known[len(self._chunks) :], *chunks[late:]]
@@ -340,6 +346,10 @@ class RequestWriter:
             key = None if given is None else given.key
             opened.append(_Chunk(form=kind.form, start=position, end=end, key=key))
             position = end
+        # If its predecessor made room for it nobody could ever reach it.
+        held = [number for number in index.find([self._parent_key]) if index.present(number)]
+        for number in held:
+            index.pin(number)
         try:
             for chunk, number in zip(opened, index.find(c.key for c in opened), strict=True):
                 if number != NONE and index.present(number):
@@ -354,6 +364,8 @@ class RequestWriter:
                     )
             if not fit:
                 self._check_formats(kind, opened, lacking)
+                # Before others make room for what cannot fit.
+                self._check_fits(kind, sum(map(len, lacking)))
             for layer in self.layer_idxs:
                 wanting = [
                     chunk for chunk, names in zip(opened, lacking, strict=True) if layer in names
@@ -364,6 +376,8 @@ class RequestWriter:
         except BaseException:
             self._let_go(opened)
             raise
+        finally:
+            index.unpin(held)
         room = 0
         while room < len(opened) and len(opened[room].slots) == len(lacking[room]):
             room += 1
@@ -379,21 +393,26 @@ class RequestWriter:
             return slots
         if fit:
             return index.allocate(kind.form, min(count, pool.num_free)) or []
-        whole = (len(self._chunks) + more) * len(self.layer_idxs)
-        if whole > pool.num_slots:
-            raise PoolFullError(
-                f"the request takes {whole} slots of {pool.slot_bytes} bytes, the whole pool has "
-                f"{pool.num_slots}: set hscache_pool_bytes to {whole * pool.slot_bytes} or more",
-                can_wait=False,
-            )
+        self._check_fits(kind, (len(self._chunks) + more) * len(self.layer_idxs))
         raise PoolFullError(
             f"{count} slots are needed for a layer, {pool.num_free} of {pool.num_slots} are free "
             "and the rest is in use: wait, or set hscache_pool_bytes higher",
             can_wait=True,
         )
 
-    def _check_follow(self, chunks: Sequence[Chunk]) -> None:
-        """Refuses chunks that do not go on from those that were given before."""
+    def _check_fits(self, kind: _Kind, count: int) -> None:
+        """Refuses what takes more slots than there are."""
+        pool = self._store._storage.pool(kind.rows)
+        if count > pool.num_slots:
+            raise PoolFullError(
+                f"the request takes {count} slots of {pool.slot_bytes} bytes, the whole pool has "
+                f"{pool.num_slots}: set hscache_pool_bytes to {count * pool.slot_bytes} or more",
+                can_wait=False,
+            )
+
+    def _check_follow(self, chunks: Sequence[Chunk], stop: int) -> None:
+        """Refuses chunks that do not go on from those that were given before, and rows up to
+        `stop` that no chunk can have."""
         size = self._store.chunk_size
         last = self._known[-1] if self._known else None
         keys: set[Hashable] = set()
@@ -415,6 +434,11 @@ class RequestWriter:
                     raise ValueError(f"{chunk} has a key twice: a key names one whole prefix")
                 keys.add(chunk.key)
             last = chunk
+        if last is not None and last.end - last.start < size and stop > last.end:
+            raise ValueError(
+                f"rows up to token {stop} are given, beyond {last}: a short one must come last; "
+                "give it when all rows are there"
+            )
 
     def _learn(self, chunks: Sequence[Chunk]) -> None:
         """Takes in chunks that were checked; those opened before their key was known get it."""
@@ -486,16 +510,16 @@ class RequestWriter:
         present = number != NONE and index.present(number)
         if chunk.number != NONE and not (present and number == chunk.number):
             return  # what it shares was dropped meanwhile: it stays this request's own
-        if present and chunk.number == NONE:
-            # Somebody else was faster.
-            if not all(index.holds(number, layer) for layer in chunk.slots):
-                return  # and may fail yet
-        elif not present:
+        lacking = index.missing(number, list(chunk.slots))
+        # Others were faster with these.
+        surplus = [layer for layer in chunk.slots if layer not in lacking]
+        if not all(self._serves(number, layer) for layer in surplus):
+            return  # but may fail yet, or brought rows of another kind
+        if not present:
             number = index.add(chunk.key, parent_key)
         if chunk.number == NONE:
             index.pin(number)
             chunk.number = number
-        lacking = index.missing(number, list(chunk.slots))
         if lacking:
             self.new_chunks += 1
             index.fill(
@@ -504,10 +528,18 @@ class RequestWriter:
                 [(layer, chunk.slots[layer]) for layer in lacking],
                 chunk.tickets,
             )
-        surplus = [slot for layer, slot in chunk.slots.items() if layer not in lacking]
         if surplus:
-            index.retire(chunk.form, surplus, chunk.tickets)
+            index.retire(chunk.form, [chunk.slots[layer] for layer in surplus], chunk.tickets)
         chunk.slots = {}
+
+    def _serves(self, number: int, layer: int) -> bool:
+        """Whether a layer that somebody else brought is whole and can stand for this one."""
+        assert self._kind is not None
+        index = self._store._index
+        if not index.holds(number, layer):
+            return False
+        ((rows, _),) = index.runs([number], layer)
+        return rows.hidden == self._kind.rows.hidden and rows.converts(self._kind.dtype)
 
     def _abandon(self) -> None:
         if not self._ended:

@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
 # What runs long, on the executables of `make sanitize`: HSCACHE_SEEDS seeds of the hostile streams and
 # HSCACHE_STRESS_S seconds of threads on one store under either sanitizer, then the fuzzer for
-# HSCACHE_FUZZ_SECONDS. The last result stands in docs/soak.md.
+# HSCACHE_FUZZ_SECONDS; then the store in Python, HSCACHE_EXAMPLES sequences beside its model and as many
+# seconds under threads. The last result stands in docs/soak.md.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export HSCACHE_SEEDS=${HSCACHE_SEEDS:-100000} HSCACHE_STRESS_S=${HSCACHE_STRESS_S:-60}
+export HSCACHE_EXAMPLES=${HSCACHE_EXAMPLES:-5000}
 fuzz_seconds=${HSCACHE_FUZZ_SECONDS:-600}
 rows=()
 status=0
@@ -33,6 +35,11 @@ stage "threads on one store, AddressSanitizer and UBSan" "$HSCACHE_STRESS_S s" \
 stage "threads on one store, ThreadSanitizer" "$HSCACHE_STRESS_S s" \
   build/tests-thread/csrc/tests/core_tests store_stress.
 stage "copy plan, libFuzzer" "$fuzz_seconds s" tools/fuzz.sh "$fuzz_seconds"
+pytest=(.venv/bin/python -m pytest -q --timeout 7200)
+stage "store beside its model" "$HSCACHE_EXAMPLES sequences" \
+  "${pytest[@]}" tests/property/test_store_model.py
+stage "store, 8 threads" "$HSCACHE_STRESS_S s" \
+  "${pytest[@]}" tests/unit/test_store_rows.py -k many_threads
 
 {
   echo "# The last long run"

@@ -287,6 +287,14 @@ def test_evicted_keys_are_remembered_and_dropped_ones_are_not() -> None:
     assert not index.was_evicted(b"a")
 
 
+def test_what_is_cleared_counts_as_evicted_no_more() -> None:
+    index = Index(slots=2)
+    index.chain("ab")
+    assert index.allocate(index.form, 1) is not None
+    index.clear()
+    assert not index.was_evicted(b"b")
+
+
 def pending_ticket() -> tuple[_native.Ticket, Callable[[], None]]:
     """A transfer that stays pending until the function is called."""
     engine = _native.TransferEngine(threaded=False)

@@ -544,6 +544,10 @@ def test_close_wakes_who_waits_for_room() -> None:
     second = in_thread(lambda: setup.submit(wait=True))
     setup.engine.close()
     outcome = second()
+    # Who waits for room drives the engine, and may have made some before the close.
+    if isinstance(outcome, _native.Ticket):
+        assert outcome.ended
+        return
     assert isinstance(outcome, RuntimeError)
     assert "closed" in str(outcome)
 

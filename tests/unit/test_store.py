@@ -190,6 +190,14 @@ def test_the_result_may_be_of_another_dtype(store: HiddenStateStore) -> None:
     assert torch.equal(found[2], rows[:, 1].double())
 
 
+def test_a_layer_that_is_asked_for_twice_is_copied_once(store: HiddenStateStore) -> None:
+    rows = put(store, list(range(8)))
+    found = store.retrieve_layers(list(range(8)), [2, 2])
+    assert found is not None
+    assert torch.equal(found[2], rows[:, 1])
+    assert store.stats().bytes_retrieved == rows[:, 1].nbytes
+
+
 def test_a_row_of_one_element_is_a_row(store: HiddenStateStore) -> None:
     rows = make_rows(4, 1, 1)
     put(store, [1, 2, 3, 4], rows, layer_idxs=[0])
@@ -348,6 +356,15 @@ def test_a_request_larger_than_the_pool_need_not_be_tried_again() -> None:
     assert not caught.value.can_wait
     assert store.num_cached_chunks() == 0
     assert used_slots(store) == 0
+    store.close()
+
+
+def test_a_request_larger_than_the_pool_evicts_nobody() -> None:
+    store = make_store(slots=2 * len(LAYERS))
+    rows = put(store, list(range(8)))
+    with pytest.raises(PoolFullError, match="takes 9 slots"):
+        put(store, list(range(50, 62)))
+    check_equal(store.retrieve_layers(list(range(8)), LAYERS), rows)
     store.close()
 
 

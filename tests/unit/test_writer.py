@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hidden_cache.config import HiddenCacheConfig
-from hidden_cache.errors import HiddenCacheError, PoolFullError, QueueFullError
+from hidden_cache.errors import HiddenCacheError, PoolFullError, QueueFullError, TransferError
 from hidden_cache.keys import Chunk, TokenChunker
 from hidden_cache.lease import Lease
 from hidden_cache.store import HiddenStateStore
@@ -192,6 +192,84 @@ def test_of_two_that_bring_the_same_chunk_the_faster_one_keeps_it(store: HiddenS
     held.release()
 
 
+def test_two_that_bring_layers_of_one_chunk_both_leave_theirs(store: HiddenStateStore) -> None:
+    rows = rows_for(4)
+    one, other = store.writer("one", (5,)), store.writer("other", (2, 5))
+    for writer, part in ((one, rows[:, :1]), (other, 9000 + rows[:, [1, 0]])):
+        writer.append(part[:3].clone(), chunks_of(TOKENS[:4]))
+    one.append(rows[3:, :1].clone())
+    first = one.finish()
+    first.wait()
+    other.append(9000 + rows[3:, [1, 0]])
+    second = other.finish()
+    second.wait()
+    assert (first.new_chunks, second.new_chunks) == (1, 1)
+    found = store.retrieve_layers(TOKENS[:4], (5, 2))
+    assert found is not None
+    assert torch.equal(found[5], rows[:, 0]), "the first that was whole"
+    assert torch.equal(found[2], 9000 + rows[:, 1])
+    out = torch.empty(4, 2, HIDDEN, dtype=rows.dtype)
+    second.read(0, out)
+    assert torch.equal(out, torch.stack([found[2], found[5]], 1))
+    first.release()
+    second.release()
+    assert used_slots(store) == 2
+
+
+def test_rows_of_another_kind_never_stand_for_a_requests_own() -> None:
+    store = make_store(slots=1 << 20)
+    chunks = chunks_of(TOKENS[:4])
+    wide, narrow = store.writer("wide", (0,)), store.writer("narrow", (0,))
+    rows = rows_for(4)[:, :1]
+    for writer, part in ((wide, rows), (narrow, rows[..., :2])):
+        writer.append(part[:3].clone(), chunks)
+    wide.append(rows[3:].clone())
+    wide.finish().wait()
+    narrow.append(rows[3:, :, :2].clone())
+    held = narrow.finish()
+    held.wait()
+    out = torch.zeros(6, 1, 2, dtype=rows.dtype)
+    held.read(0, out[:4])
+    assert torch.equal(out[:4], rows[..., :2])
+    assert not out[4:].any(), "nothing is written behind what was asked for"
+
+
+def test_a_layer_that_another_is_still_bringing_does_not_stand_for_a_requests_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from hidden_cache import _native
+
+    make = _native.TransferEngine
+    monkeypatch.setattr(
+        _native, "TransferEngine", lambda **options: make(**options, threaded=False)
+    )
+    store = make_store()
+    chunks = chunks_of(TOKENS[:4])
+    rows = rows_for(4)
+
+    def arrive() -> None:
+        for engine in store._storage.engines.values():
+            engine.drain()
+
+    base = store.writer("base", (5,))
+    append(base, rows[:, :1], 4, chunks)
+    base.finish().release()
+    arrive()
+    slow, fast = store.writer("slow", (5, 2)), store.writer("fast", (5, 2))
+    append(slow, rows[:, :2], 3, chunks)
+    arrive()
+    append(fast, rows[:, :2], 4, chunks)
+    (ticket,) = fast.finish().tickets
+    append(slow, rows[:, :2], 4)
+    held = slow.finish()
+    ticket.cancel()
+    arrive()
+    held.wait()
+    out = torch.empty(4, 2, HIDDEN, dtype=rows.dtype)
+    held.read(0, out)
+    assert torch.equal(out, rows[:, :2])
+
+
 def test_an_abandoned_request_leaves_its_whole_chunks(store: HiddenStateStore) -> None:
     writer = store.writer("a", LAYERS)
     append(writer, rows_for(18), 10, chunks_of(TOKENS))
@@ -301,6 +379,33 @@ def test_a_full_queue_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     store.close()
 
 
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_chunk_is_whole_when_the_transfers_of_all_its_steps_are_done(
+    failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hidden_cache import _native
+
+    make = _native.TransferEngine
+    monkeypatch.setattr(
+        _native, "TransferEngine", lambda **options: make(**options, threaded=False)
+    )
+    store = make_store()
+    writer = store.writer("a", LAYERS)
+    append(writer, rows_for(4), 3, chunks_of(TOKENS[:4]))
+    append(writer, rows_for(4), 4)
+    held = writer.finish()
+    held.tickets[failing].cancel()
+    for engine in store._storage.engines.values():
+        engine.drain()
+    assert store.num_cached_chunks() == 1, "not known yet"
+    assert store.coverage(TOKENS[:4], LAYERS) == 0
+    assert store.num_cached_chunks() == 0
+    with pytest.raises(TransferError):
+        held.wait()
+    held.release()
+    assert used_slots(store) == 0
+
+
 def test_after_a_reset_a_writer_takes_no_more(store: HiddenStateStore) -> None:
     writer = store.writer("a", LAYERS)
     append(writer, rows_for(18), 6, chunks_of(TOKENS))
@@ -342,10 +447,35 @@ def test_chunks_that_do_not_follow_are_refused(
     writer.abandon()
 
 
+@pytest.mark.parametrize("taken", [3, 6])
+def test_rows_behind_a_short_chunk_are_refused(taken: int, store: HiddenStateStore) -> None:
+    writer = store.writer("x", LAYERS)
+    writer.append(rows_for(taken), chunks_of(TOKENS[:4]))
+    tail = [Chunk(4, 5, b"tail")]
+    with pytest.raises(ValueError, match=r"rows up to token 8 are given, beyond Chunk\(start=4"):
+        writer.append(rows_for(8 - taken), tail)
+    if taken < 5:
+        writer.append(rows_for(5 - taken), tail)
+        with pytest.raises(ValueError, match="a short one must come last"):
+            writer.append(rows_for(1))
+    writer.finish().release()
+
+
+@pytest.mark.parametrize("layers", [(), (3, 3)])
+def test_layers_that_are_not_each_named_once_are_refused(
+    layers: tuple[int, ...], store: HiddenStateStore
+) -> None:
+    with pytest.raises(ValueError, match="must name one layer or more, each once"):
+        store.writer("x", layers)
+
+
 def test_rows_and_uses_that_cannot_be_are_refused(store: HiddenStateStore) -> None:
     writer = store.writer("x", LAYERS)
     with pytest.raises(ValueError, match=r"rows have shape \[4, 2, 6\], must be \[n, 3, hidden\]"):
         writer.append(rows_for(4)[:, :2])
+    for bad in (rows_for(4).repeat_interleave(2, dim=2)[..., ::2], rows_for(4)[..., :0]):
+        with pytest.raises(ValueError, match=r"side by side: give rows.contiguous\(\)"):
+            writer.append(bad)
     writer.append(rows_for(4))
     with pytest.raises(ValueError, match="a request's rows are of one kind"):
         writer.append(rows_for(4).to(torch.int64))
