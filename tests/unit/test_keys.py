@@ -432,18 +432,18 @@ def hashes(count: int) -> list[bytes]:
 
 @repeatable
 @given(st.integers(1, 4), st.integers(1, 5), st.integers(0, 100), st.integers(0, 40))
-def test_chunks_cover_all_tokens_and_the_hashed_ones_have_keys(
+def test_chunks_are_those_that_are_whole_and_hashed(
     blocks: int, hash_block: int, num_tokens: int, num_hashes: int
 ) -> None:
     size = blocks * hash_block
-    chunks = BlockHashChunker(size, hash_block, b"n:").chunks(hashes(num_hashes), num_tokens)
-    assert [c.start for c in chunks] == list(range(0, num_tokens, size))
-    assert [c.end for c in chunks] == [min(c.start + size, num_tokens) for c in chunks]
+    chunker = BlockHashChunker(size, hash_block, b"n:")
+    chunks = chunker.chunks(hashes(num_hashes), num_tokens)
     hashed = min(num_hashes // blocks, num_tokens // size)
-    assert keys_of(chunks[:hashed]) == [
+    assert [(c.start, c.end) for c in chunks] == [(i * size, (i + 1) * size) for i in range(hashed)]
+    assert keys_of(chunks) == [
         b"n:" + hashes(num_hashes)[(i + 1) * blocks - 1] for i in range(hashed)
     ]
-    assert keys_of(chunks[hashed:]) == [None] * (len(chunks) - hashed)
+    assert chunker.chunks(hashes(num_hashes), num_tokens, first=2) == chunks[2:]
 
 
 def test_the_namespace_sets_apart() -> None:
