@@ -79,7 +79,7 @@ class SampleRefusedError(HiddenCacheError):
         path: where the sample would have been.
         request_id: whose it is, empty where unknown.
         reason: one word for programs: `aborted`, `incomplete`, `pool_full`, `write_failed`,
-            `transfer_failed`, `non_finite`, `foreign_kv`, `weights_changed`, `deadline`,
+            `transfer_failed`, `non_finite`, `foreign_kv`, `reset`, `deadline`,
             `too_many_files`, `shutdown`, `writer_died`.
         detail: a sentence for people.
     """

@@ -66,6 +66,8 @@ class Lease:
         self._chunks = chunks
         self.tickets = tickets
         self._released = False
+        # By layer, once all rows are in the pool: slots in order, a list for each change of format.
+        self._places: list[list[tuple[RowFormat, list[int]]]] | None = None
         self.num_tokens = num_tokens
         self.layer_idxs = layer_idxs
         self.tokens_from_pool = tokens_from_pool
@@ -105,10 +107,13 @@ class Lease:
             if ticket.error is not None:
                 raise TransferError(ticket.error)
 
-    def _pending(self) -> list[_native.Ticket]:
-        """The transfers that are to be waited for, others' included."""
+    def _check_held(self) -> None:
         if self._released:
             raise HiddenCacheError("the lease was released: read before release()")
+
+    def _pending(self) -> list[_native.Ticket]:
+        """The transfers that are to be waited for, others' included."""
+        self._check_held()
         index = self._store._index
         index.settle()
         shared = [chunk for chunk in self._chunks if chunk.number != NONE]
@@ -146,12 +151,18 @@ class Lease:
                 f"rows {start} to {start + len(out)} are asked for, the lease has {self.num_tokens}"
             )
         with self._store._guard():
-            if not all(ticket.done for ticket in self._pending()):
-                raise TransferError("the rows are not in the pool: wait() for them before reading")
-            runs = [list(self._runs(layer)) for layer in self.layer_idxs]
+            self._check_held()
+            if self._places is None:
+                if not all(ticket.done for ticket in self._pending()):
+                    raise TransferError(
+                        "the rows are not in the pool: wait() for them before reading"
+                    )
+                # They stay where they are: long requests are read in many parts.
+                self._places = [list(self._runs(layer)) for layer in self.layer_idxs]
+            places = self._places
         row_bytes = self.hidden * self.dtype.itemsize
         chunk_size = self._store.chunk_size
-        for place, in_order in enumerate(runs):
+        for place, in_order in enumerate(places):
             first = 0
             # Chunks that are kept in the same way are read in one go.
             for rows, slots in in_order:
@@ -159,10 +170,11 @@ class Lease:
                 begin, stop = max(start, first), min(start + len(out), end)
                 if begin < stop:
                     wanted, stored = rows.elements(self.dtype)
+                    skipped = (begin - first) // chunk_size
                     self._store._storage.pool(rows).read_rows(
-                        slots,
+                        slots[skipped : -(-(stop - first) // chunk_size)],
                         rows.row_bytes,
-                        begin - first,
+                        begin - first - skipped * chunk_size,
                         stop - begin,
                         out[begin - start].data_ptr() + place * row_bytes,
                         len(self.layer_idxs) * row_bytes,

@@ -296,11 +296,12 @@ class HiddenStateStore:
             self._check_open()
             return RequestWriter(self, request_id, layer_idxs)
 
-    def _waiting(self, append: Callable[[], None]) -> None:
+    def _waiting(self, append: Callable[[], object]) -> None:
         """Waits where the queue is full."""
         while True:
             try:
-                return append()
+                append()
+                return
             except QueueFullError:
                 self._wait_for_one()
 

@@ -84,6 +84,7 @@ class RequestWriter:
         self._start = 0 if before is None else before.end
         self._parent_key = None if before is None else before.key
         self._kind: _Kind | None = None
+        self._paged: torch.Tensor | None = None  # that was checked
         self._in_flight: list[_native.Ticket] = []  # those that failed too
         # When rows were rewound: none of it may be in flight when others take their place.
         self._before: list[_native.Ticket] = []
@@ -98,7 +99,7 @@ class RequestWriter:
 
     def append(
         self, rows: torch.Tensor, chunks: Sequence[Chunk] = (), *, stream: int | None = None
-    ) -> None:
+    ) -> _native.Ticket | None:
         """Takes the next rows; only enqueues.
 
         Args:
@@ -107,6 +108,9 @@ class RequestWriter:
             chunks: those that follow the chunks that were given before, as far as their keys are
                 known. What is whole before its key is known stays this request's own.
             stream: raw handle of the stream that writes the rows; None for torch's current one.
+
+        Returns:
+            The transfer that reads these rows; None where there was nothing to copy.
 
         Raises:
             ValueError: rows of another shape or kind, chunks that do not follow.
@@ -126,7 +130,7 @@ class RequestWriter:
         source = Source(
             rows.transpose(0, 1)[None], [0], self.num_tokens, current_stream(rows, stream)
         )
-        self._append(source, self.num_tokens + len(rows), chunks)
+        return self._append(source, self.num_tokens + len(rows), chunks)
 
     def append_paged(
         self,
@@ -137,7 +141,7 @@ class RequestWriter:
         *,
         first_token: int = 0,
         stream: int | None = None,
-    ) -> None:
+    ) -> _native.Ticket | None:
         """Takes rows up to token `num_tokens` out of a paged cache; only enqueues.
 
         Args:
@@ -146,16 +150,19 @@ class RequestWriter:
             block_ids: the request's block table, or the part of it that is still needed.
             num_tokens: how many rows the request has then; no fewer than now.
             first_token: the first of `block_ids[0]`.
-            chunks, stream, errors: as `append`; and IndexError for a block that is not there.
+            chunks, stream: as `append`, and so its result and errors; also IndexError for a block
+                that is not there.
         """
-        self._store._check_paged(paged, self.layer_idxs)
+        if paged is not self._paged:
+            self._store._check_paged(paged, self.layer_idxs)
+            self._paged = paged
         if self.num_tokens < first_token:
             raise ValueError(
                 f"block_ids begin at token {first_token}, rows are there up to {self.num_tokens}: "
                 "give the block table from there on"
             )
         stream = current_stream(paged, stream)
-        self._append(Source(paged, list(block_ids), first_token, stream), num_tokens, chunks)
+        return self._append(Source(paged, list(block_ids), first_token, stream), num_tokens, chunks)
 
     def reserve(
         self,
@@ -263,7 +270,7 @@ class RequestWriter:
 
     def _append(
         self, source: Source, stop: int, chunks: Sequence[Chunk], *, fit: bool = False
-    ) -> None:
+    ) -> _native.Ticket | None:
         """Takes rows up to token `stop`; with `fit` whole chunks from the front as far as there is
         room."""
         with self._store._guard():
@@ -293,6 +300,7 @@ class RequestWriter:
             self._chunks = every
             self._learn(chunks)
             self._note(first, stop, ticket)
+            return ticket
 
     def _kind_of(self, like: torch.Tensor) -> _Kind:
         """What the rows are; refuses those that cannot be of this request."""
@@ -335,11 +343,13 @@ class RequestWriter:
         """Finds or makes a place for all chunks up to token `stop`; gives those that are new."""
         index = self._store._index
         self._check_follow(chunks, stop)
+        position = self._chunks[-1].end if self._chunks else self._start
+        if position >= stop:
+            return []
         # Some may be opened already that were not known then.
         late = max(0, len(self._chunks) - len(self._known))
         known = [*self._known[len(self._chunks) :], *chunks[late:]]
         opened: list[_Chunk] = []
-        position = self._chunks[-1].end if self._chunks else self._start
         while position < stop:
             given = known[len(opened)] if len(opened) < len(known) else None
             end = position + self._store.chunk_size if given is None else given.end

@@ -277,7 +277,7 @@ class StillStore(HiddenStateStore):
 
         setattr(self._storage, "_make_engine", make_still)  # noqa: B010
 
-    def _waiting(self, append: Callable[[], None]) -> None:
+    def _waiting(self, append: Callable[[], object]) -> None:
         super()._waiting(append)
         if self.meanwhile is not None:
             self.meanwhile()

@@ -115,10 +115,13 @@ def schedule(
     return side.build_connector_meta(output)
 
 
-def read_up_to(side: SchedulerSide, step: int, released: Sequence[str] = ()) -> None:
+def read_up_to(
+    side: SchedulerSide, step: int, released: Sequence[str] = (), answered: Sequence[str] = ()
+) -> None:
     """The workers tell that nothing is read any more that was told up to that step."""
+    progress = Progress(step, {f"{FOLDER}/{name}.safetensors" for name in answered})
     side.update_connector_output(
-        KVConnectorOutput(finished_sending=set(released), kv_connector_worker_meta=Progress(step))
+        KVConnectorOutput(finished_sending=set(released), kv_connector_worker_meta=progress)
     )
 
 
@@ -327,9 +330,25 @@ def test_two_live_requests_never_share_a_path(
         "other": f"{FOLDER}/other.safetensors",
     }
     assert "which another one has" in caplog.text
+    # Who waits for a sample must not find another's in its place.
     finish(choosing, one)
+    early = make_request(request_id="early", hidden_states_path="mine")
+    assert schedule(choosing, early).new_paths == {"early": f"{FOLDER}/early.safetensors"}
+    progress = Progress(0, {str(tmp_path / "mine")})
+    choosing.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=progress))
     again = make_request(request_id="again", hidden_states_path="mine")
     assert schedule(choosing, again).new_paths == {"again": str(tmp_path / "mine")}
+
+
+def test_an_id_that_comes_again_before_its_sample_is_there_gets_another_path(
+    side: SchedulerSide,
+) -> None:
+    paths: list[str] = []
+    for _ in range(3):
+        request = make_request()
+        paths += schedule(side, request).new_paths.values()
+        finish(side, request)
+    assert paths == [f"{FOLDER}/{name}.safetensors" for name in ("r", "r-2", "r-3")]
 
 
 def test_a_finished_requests_id_may_come_again(side: SchedulerSide) -> None:
@@ -337,7 +356,7 @@ def test_a_finished_requests_id_may_come_again(side: SchedulerSide) -> None:
         request = make_request()
         assert schedule(side, request).new_paths == {"r": f"{FOLDER}/r.safetensors"}
         assert finish(side, request)[0]
-        read_up_to(side, -1, ["r"])
+        read_up_to(side, -1, ["r"], answered=["r"])
 
 
 # Steps and blocks
@@ -430,9 +449,10 @@ def test_after_a_preemption_rows_are_told_from_the_first_on_with_their_new_block
     for again_as_new in (False, True):
         request = begun(20)
         step(side, request, 16, new=True)
+        read_up_to(side, 99)
         request.num_computed_tokens = 0
         news = schedule(side, preempted=["r"])
-        assert news.preempted == ["r"]
+        assert (news.preempted, news.weights_epoch) == (["r"], 0)
         blocks: tuple[list[int], ...] = ([], [30, 31, 32])
         if again_as_new:
             news = schedule(side, request, tokens={"r": 16}, blocks=blocks)
@@ -444,6 +464,27 @@ def test_after_a_preemption_rows_are_told_from_the_first_on_with_their_new_block
         assert rows.chunks == [], "its keys are those that were told"
         request.status = RequestStatus.FINISHED_ABORTED
         finish(side, request)
+        read_up_to(side, 99, answered=["r"])
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+def test_rows_on_their_way_are_dropped_where_the_engine_preempts_without_asking(
+    side: SchedulerSide, aborted: bool
+) -> None:
+    request = begun(20)
+    step(side, request, 16, new=True)
+    request.num_computed_tokens = 0
+    if aborted:
+        request.status = RequestStatus.FINISHED_ABORTED
+        finish(side, request)
+    news = schedule(side, preempted=["r"])
+    assert (news.preempted, news.weights_epoch) == (["r"], 1)
+
+
+def test_kv_that_could_not_be_loaded_resets_the_pool(side: SchedulerSide) -> None:
+    assert schedule(side).weights_epoch == 0
+    side.update_connector_output(KVConnectorOutput(invalid_block_ids={3}))
+    assert schedule(side).weights_epoch == 1
 
 
 def test_running_requests_are_not_preempted_while_their_rows_are_read(side: SchedulerSide) -> None:
@@ -483,6 +524,48 @@ def test_tokens_beyond_the_engines_own_hits_are_told_to_be_foreign(trusted: bool
     request.num_computed_tokens = 12
     rows = schedule(side, request, tokens={"r": 8}).rows["r"]
     assert rows.foreign == (None if trusted else (4, 12))
+
+
+def test_hits_on_blocks_that_came_from_elsewhere_before_are_foreign(side: SchedulerSide) -> None:
+    first = begun(20)
+    side.local_hit(first, 0)
+    first.num_computed_tokens = 16
+    assert schedule(side, first, tokens={"r": 4}).rows["r"].foreign == (0, 16)
+    first.status = RequestStatus.FINISHED_STOPPED
+    first.num_computed_tokens = 20
+    finish(side, first)
+    # The engine keeps the blocks in its prefix cache: now they are hits of its own.
+    second = begun(20)
+    side.local_hit(second, 16)
+    second.num_computed_tokens = 16
+    rows = schedule(side, second, tokens={"r": 4}, blocks=([], [5, 6, 9])).rows["r"]
+    assert rows.foreign == (0, 16)
+    second.num_computed_tokens = 20
+    finish(side, second)
+    # One of them is computed anew for somebody else, and is foreign no more.
+    third = begun(20)
+    side.local_hit(third, 0)
+    schedule(side, third, tokens={"r": 20}, blocks=([], [6, 7, 8]))
+    third.num_computed_tokens = 20
+    finish(side, third, ([], [6, 7, 8]))
+    for hits, foreign in ((16, (0, 8)), (8, (0, 8)), (0, None)):
+        fourth = begun(20)
+        side.local_hit(fourth, hits)
+        fourth.num_computed_tokens = hits
+        blocks: tuple[list[int], ...] = ([], [5, 6, 9])
+        rows = schedule(side, fourth, tokens={"r": 20 - hits}, blocks=blocks).rows["r"]
+        assert rows.foreign == foreign
+        fourth.num_computed_tokens = 20
+        finish(side, fourth)
+
+
+def test_further_turns_of_a_session_leave_foreign_rows_foreign(side: SchedulerSide) -> None:
+    request = begun(20)
+    side.local_hit(request, 0)
+    request.num_computed_tokens = 8
+    assert schedule(side, request, tokens={"r": 4}).rows["r"].foreign == (0, 8)
+    request.num_computed_tokens = 12
+    assert schedule(side, request, tokens={"r": 8}).rows["r"].foreign == (0, 8)
 
 
 def test_the_engines_own_hits_are_not_foreign(side: SchedulerSide) -> None:

@@ -898,7 +898,7 @@ def test_shutdown_tells_who_waits_for_a_request_that_is_still_computed(
     driver = drive(lock=lock).own()
     driver.begin("r")
     driver.side.shutdown()
-    assert driver.refusal("r") == ("shutdown", "the engine shut down before the request had ended")
+    assert driver.refusal("r") == ("shutdown", "the engine shut down before its rows were there")
 
 
 @pytest.mark.usefixtures("_still")
@@ -1248,9 +1248,66 @@ def test_rows_of_old_weights_answer_no_more(drive: Callable[..., Driver]) -> Non
     news: dict[str, Any] = {"weights_epoch": 1}
     driver.step(rows={"again": driver.rows(3, LENGTH, keyed=True)}, preempted=["again"], **news)
     driver.step(saves=[ended(driver, "again", 3), ended(driver, "mixed", 2, begin=8)], **news)
-    assert driver.refusal("mixed")[0] == "weights_changed"
+    assert driver.refusal("mixed")[0] == "reset"
     assert torch.equal(driver.load("again")["hidden_states"], rows_at(3))
     assert read_metadata(driver.path("again"))["weights_epoch"] == "1"
+
+
+def test_an_ended_request_whose_rows_are_all_there_outlives_a_reset(
+    drive: Callable[..., Driver],
+) -> None:
+    driver = drive().own()
+    told_until(driver, "r", 2, [LENGTH])
+    driver.step(saves=[ended(driver, "r", 2)], weights_epoch=1)
+    assert torch.equal(driver.load("r")["hidden_states"], rows_at(2))
+    assert read_metadata(driver.path("r"))["weights_epoch"] == "0"
+
+
+def test_a_reset_by_somebody_else_ends_no_engine(drive: Callable[..., Driver]) -> None:
+    driver = drive().own()
+    driver.begin("r")
+    assert driver.side._owned is not None
+    for _ in range(3):
+        driver.side._owned.store.reset()
+    driver.step(rows={"r": driver.rows(2, 8)})
+    driver.step(saves=[ended(driver, "r", 2, begin=8)])
+    assert driver.refusal("r")[0] == "transfer_failed"
+    driver.save(driver.order("next", 1))
+    assert torch.equal(driver.load("next")["hidden_states"], rows_at(1))
+
+
+def test_an_id_may_end_and_begin_again_in_one_step(drive: Callable[..., Driver]) -> None:
+    driver = drive().own()
+    driver.begin("r")
+    path = driver.path("r")
+    gone = Refusal("r", path, "aborted", "why")
+    driver.step(refusals=[gone], new_paths={"r": driver.path("r-2")})
+    driver.step(rows={"r": driver.rows(2, LENGTH)})
+    driver.step(saves=[replace(ended(driver, "r", 2), path=driver.path("r-2"))])
+    assert torch.equal(driver.load("r-2")["hidden_states"], rows_at(2))
+    assert driver.refusal("r")[0] == "aborted"
+
+
+def test_who_needs_no_room_does_not_stand_behind_who_does(
+    drive: Callable[..., Driver], gate: Gate
+) -> None:
+    driver = drive(pool_bytes=12 * SLOT_BYTES, lock=False).own()
+    driver.begin("has all", "has nothing")
+    driver.step(rows={"has all": driver.rows(0, LENGTH)})
+    driver.save(driver.order("writing", 1))  # and the pool is full
+    gate.wait_for(1)
+    driver.step(rows={"has nothing": driver.rows(2, 8)})
+    driver.step(
+        saves=[ended(driver, "has nothing", 2, begin=8), ended(driver, "has all", 0)],
+    )
+    gate.open()
+    for name, place in (("has all", 0), ("writing", 1), ("has nothing", 2)):
+        for _ in range(2000):
+            if os.path.exists(driver.path(name)):
+                break
+            driver.step()
+            driver.settle()
+        assert torch.equal(driver.load(name)["hidden_states"], rows_at(place))
 
 
 @pytest.mark.usefixtures("_still")
@@ -1264,5 +1321,5 @@ def test_an_ended_request_of_old_weights_that_still_waits_for_room_is_refused(
     assert torch.equal(driver.load("first")["hidden_states"], rows_at(0))
     driver.settle()
     driver.step(weights_epoch=1)
-    assert driver.refusal("second")[0] == "weights_changed"
+    assert driver.refusal("second")[0] == "reset"
     assert driver.side.reported() == {"first", "second"}

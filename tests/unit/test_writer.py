@@ -64,7 +64,8 @@ def append(
     part = rows[writer.num_tokens : stop].clone()
     while True:
         try:
-            return writer.append(part, chunks or ())
+            writer.append(part, chunks or ())
+            return
         except QueueFullError:
             writer._store._wait_for_one()
 

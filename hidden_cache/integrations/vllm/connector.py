@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm import envs
 from vllm.config import get_layers_from_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -35,6 +37,9 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
+logger = logging.getLogger(__name__)
+
+
 class HiddenCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Saves the hidden states that vLLM's `extract_hidden_states` puts into its paged cache.
 
@@ -62,6 +67,11 @@ class HiddenCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
+            if not envs.VLLM_ENABLE_V1_MULTIPROCESSING:
+                logger.warning(
+                    "VLLM_ENABLE_V1_MULTIPROCESSING is 0: the engine stops with its last output, "
+                    "and samples of requests that end in its last step wait for the next one"
+                )
             self._scheduler = SchedulerSide(shape, options, config)
         else:
             self._worker = WorkerSide(shape, options, config)

@@ -85,10 +85,17 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass(slots=True)
 class Progress(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """From the worker that reads rows: nothing is read any more that was told up to this step."""
+    """From the worker that reads rows.
+
+    Attributes:
+        quiet_step: nothing is read, or will be while its request runs, that was told up to there.
+        answered: paths at which there is a sample, or a reason, since the last time.
+    """
 
     quiet_step: int
+    answered: set[str] = field(default_factory=set)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Progress:
         assert isinstance(other, Progress)
-        return Progress(min(self.quiet_step, other.quiet_step))
+        quiet_step = min(self.quiet_step, other.quiet_step)
+        return Progress(quiet_step, self.answered | other.answered)

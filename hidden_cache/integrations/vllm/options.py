@@ -100,7 +100,7 @@ class ConnectorOptions:
         folder = options.shared_storage_path
         if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
             raise ConfigError(f"shared_storage_path is {folder!r}, must be a folder's path")
-        return replace(options, shared_storage_path=os.fspath(folder))
+        return replace(options, shared_storage_path=os.path.normpath(os.fspath(folder)))
 
     def check_storage(self) -> None:
         """Makes the folders of samples, tries them out, and removes what killed writers left.

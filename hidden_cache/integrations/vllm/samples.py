@@ -58,6 +58,7 @@ class Samples:
         self._threads = ThreadPoolExecutor(options.num_writer_threads, "hscache-writer")
         self._writes: set[Future[None]] = set()
         self._lock = threading.Lock()  # of what follows, and of the writes
+        self._answered: set[str] = set()
         self.non_finite_rows = 0
         self.published = 0
         self.refused: dict[str, int] = {}
@@ -69,6 +70,13 @@ class Samples:
         Returns:
             False where that cannot be: the request was answered, and there will be no sample.
         """
+        if self._take_place(request_id, path):
+            return True
+        with self._lock:
+            self._answered.add(path)
+        return False
+
+    def _take_place(self, request_id: str, path: str) -> bool:
         lock = None
         root = self._options.root_of(path)
         try:
@@ -94,6 +102,12 @@ class Samples:
             return False
         self._begun[request_id] = _Begun(path, lock)
         return True
+
+    def take_answered(self) -> set[str]:
+        """Paths that have their sample or their reason, since the last call."""
+        with self._lock:
+            found, self._answered = self._answered, set()
+        return found
 
     def deadline(self) -> float:
         """By when (`time.monotonic`) the sample of a request that ends now is published or refused:
@@ -141,6 +155,7 @@ class Samples:
         def ended(future: Future[None]) -> None:
             with self._lock:
                 self._writes.discard(future)
+                self._answered.add(request.path)
             if future.cancelled():  # by shutdown, and run() with it
                 self._refuse(request if isinstance(request, Refusal) else _shut_down(request), lock)
                 if lock is not None:
@@ -249,7 +264,7 @@ class Samples:
         Requests that are still computed are refused too: nothing of them will come any more.
         """
         for request_id, begun in self._begun.items():
-            detail = "the engine shut down before the request had ended"
+            detail = "the engine shut down before its rows were there"
             self._refuse(Refusal(request_id, begun.path, "shutdown", detail), begun.lock)
         self._begun.clear()
         with self._lock:

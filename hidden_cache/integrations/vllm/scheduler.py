@@ -35,6 +35,7 @@ class _Live:
 
     Attributes:
         told: rows `[0, told)` were told to the workers, with their blocks.
+        computed: tokens that were there when it was scheduled, at first or after a preemption.
         chunks_told: chunks, likewise; they outlive a preemption.
         foreign: see `Rows`.
         last_step: the last one whose news had rows of it; -1 before the first.
@@ -43,6 +44,7 @@ class _Live:
     request: Request
     path: str
     told: int = 0
+    computed: int = 0
     chunks_told: int = 0
     foreign: tuple[int, int] | None = None
     last_step: int = -1
@@ -68,6 +70,11 @@ class SchedulerSide:
         self._local_hits: dict[str, int] = {}  # tokens, when last asked
         self._live: dict[str, _Live] = {}
         self._held: set[str] = set()  # finished, blocks not yet released
+        # Of our group: blocks whose KV came from elsewhere without rows. They may serve others as
+        # hits of the engine's own prefix cache.
+        self._foreign_blocks: set[int] = set()
+        self._paths: set[str] = set()  # that have no answer yet
+        self._last_told = -1  # the last step that told rows
         self._quiet_step = -1
         self._next = StepMetadata()
 
@@ -84,52 +91,86 @@ class SchedulerSide:
         """This step's news for the workers."""
         news = self._next
         self._next = StepMetadata(step=news.step + 1)
-        news.weights_epoch = self._epoch
         for request_id in scheduled.preempted_req_ids or ():
-            if request_id in self._live:
-                self._live[request_id].told = 0
-                news.preempted.append(request_id)
+            news.preempted.append(request_id)  # one that was aborted since too
+            live = self._live.get(request_id)
+            last_step = self._last_told if live is None else live.last_step
+            if live is not None:
+                live.told, live.last_step = 0, -1
+            if last_step > self._quiet_step:
+                # The engine asked nobody, as it does to reset its own cache: rows that are being
+                # read may be written to already, so none that are on their way can be trusted.
+                self.reset_cache()
+        news.weights_epoch = self._epoch
         # V1 lists a request that is resumed after a preemption as cached, V2 as new once more.
         for data in scheduled.scheduled_new_reqs:
-            self._begin(data.req_id, data.num_computed_tokens, news)
+            self._begin(data.req_id, data.num_computed_tokens, scheduled, news)
         cached = scheduled.scheduled_cached_reqs
         for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
             if request_id in cached.resumed_req_ids:
-                self._begin(request_id, computed, news)
+                self._begin(request_id, computed, scheduled, news)
         for request_id, count in scheduled.num_scheduled_tokens.items():
             live = self._live.get(request_id)
             if live is not None:
                 self._tell_rows(live, count, scheduled, news)
         return news
 
-    def _begin(self, request_id: str, num_computed_tokens: int, news: StepMetadata) -> None:
+    def _begin(
+        self,
+        request_id: str,
+        num_computed_tokens: int,
+        scheduled: SchedulerOutput,
+        news: StepMetadata,
+    ) -> None:
         live = self._live.get(request_id)
         if live is None:
             request = self._waiting.pop(request_id)
-            path = self._choose_path(request)
-            live = self._live[request_id] = _Live(request, path)
-            news.new_paths[request_id] = path
+            live = self._live[request_id] = _Live(request, self._choose_path(request))
+            self._paths.add(live.path)
+            news.new_paths[request_id] = live.path
             news.prompt_lengths[request_id] = request.num_prompt_tokens
-        # What is there beyond the engine's own hits came from elsewhere. That connector is not
-        # always the one that is asked: the number given to the others is 0.
-        local = self._local_hits.pop(request_id, num_computed_tokens)
-        if local < num_computed_tokens and not self._options.rows_come_with_kv:
-            live.foreign = (local, num_computed_tokens)
-        else:
-            live.foreign = None
+        live.computed = num_computed_tokens
+        local = self._local_hits.pop(request_id, None)
+        # Nobody is asked about further turns of a session, whose tokens are there already.
+        if local is not None and not self._options.rows_come_with_kv:
+            table = self._table(request_id, scheduled)
+            live.foreign = self._foreign(table, local, num_computed_tokens)
+
+    def _foreign(self, table: list[int], local: int, computed: int) -> tuple[int, int] | None:
+        """The tokens of a request that begins whose rows no step of this engine wrote.
+
+        What is there beyond the engine's own hits came from elsewhere: that connector is not always
+        the one that is asked, since the number given to the others is 0. And of the engine's own
+        hits those on blocks that came from elsewhere before.
+        """
+        size = self._shape.block_size
+        hits = table[: -(-local // size)]
+        places = [place for place, block in enumerate(hits) if block in self._foreign_blocks]
+        if local < computed:
+            self._foreign_blocks.update(table[local // size : -(-computed // size)])
+            return (places[0] * size if places else local), computed
+        return (places[0] * size, min((places[-1] + 1) * size, local)) if places else None
+
+    def _table(self, request_id: str, scheduled: SchedulerOutput) -> list[int]:
+        """The block table of our group; empty for a request that is not scheduled."""
+        state = scheduled.kv_connector_block_state
+        block_ids = None if state is None else state.get_block_ids(request_id)
+        return [] if block_ids is None else list(block_ids[self._shape.group_id])
 
     def _choose_path(self, request: Request) -> str:
+        """A path that nobody who waits for another sample was told."""
         path = self._options.sample_path(request.request_id, request.kv_transfer_params)
-        if all(path != live.path for live in self._live.values()):
-            return path
-        default = self._options.sample_path(request.request_id, None)
-        logger.warning(
-            "request %s asks for %s, which another one has: its sample goes to %s",
-            request.request_id,
-            path,
-            default,
-        )
-        return default
+        name, count = request.request_id, 1
+        while path in self._paths:
+            taken, count = path, count + 1
+            path = self._options.sample_path(name, None)
+            name = f"{request.request_id}-{count}"
+            logger.warning(
+                "request %s would have %s, which another one has: its sample goes elsewhere",
+                request.request_id,
+                taken,
+            )
+        return path
 
     def _tell_rows(
         self, live: _Live, num_scheduled: int, scheduled: SchedulerOutput, news: StepMetadata
@@ -146,14 +187,12 @@ class SchedulerSide:
             stop -= stop % self._chunker.chunk_size
         if stop <= live.told:
             return
-        state = scheduled.kv_connector_block_state
-        block_ids = None if state is None else state.get_block_ids(request.request_id)
-        if block_ids is None:
-            return
-        news.rows[request.request_id] = self._rows(live, stop, block_ids)
-        live.last_step = news.step
+        table = self._table(request.request_id, scheduled)
+        if table:
+            news.rows[request.request_id] = self._rows(live, stop, table)
+            live.last_step = self._last_told = news.step
 
-    def _rows(self, live: _Live, stop: int, block_ids: tuple[list[int], ...]) -> Rows:
+    def _rows(self, live: _Live, stop: int, table: list[int]) -> Rows:
         size = self._shape.block_size
         first = live.told // size
         chunks: list[Chunk] = self._chunker.chunks(
@@ -163,11 +202,12 @@ class SchedulerSide:
         )
         live.told = stop
         live.chunks_told += len(chunks)
-        table = block_ids[self._shape.group_id]
+        # What is computed now is no block that came from elsewhere any more.
+        self._foreign_blocks.difference_update(table[-(-live.computed // size) :])
         return Rows(
             num_tokens=stop,
             first_token=first * size,
-            block_ids=list(table[first : -(-stop // size)]),
+            block_ids=table[first : -(-stop // size)],
             chunks=chunks,
             foreign=live.foreign,
         )
@@ -183,14 +223,16 @@ class SchedulerSide:
         live = self._live.pop(request.request_id, None)
         if live is None:
             return False, None  # never scheduled: there are no rows and nobody has the path
-        ending = self._end(live, block_ids)
+        ending = self._end(live, list(block_ids[self._shape.group_id]))
         self._next.endings.append(ending)
         if ending.reported:
             self._held.add(request.request_id)
         return ending.reported, {"hidden_states_path": live.path}
 
-    def _end(self, live: _Live, block_ids: tuple[list[int], ...]) -> SaveOrder | Refusal:
+    def _end(self, live: _Live, table: list[int]) -> SaveOrder | Refusal:
         request = live.request
+        computed_blocks = table[-(-live.computed // self._shape.block_size) :]
+        self._foreign_blocks.difference_update(computed_blocks)
 
         def refuse(reason: str, detail: str) -> Refusal:
             # Rows that were told may be read still.
@@ -219,7 +261,7 @@ class SchedulerSide:
             path=live.path,
             token_ids=token_ids,
             num_tokens=num_tokens,
-            rows=self._rows(live, num_tokens, block_ids) if live.told < num_tokens else None,
+            rows=self._rows(live, num_tokens, table) if live.told < num_tokens else None,
         )
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
@@ -228,6 +270,10 @@ class SchedulerSide:
         progress = output.kv_connector_worker_meta
         if isinstance(progress, Progress):
             self._quiet_step = max(self._quiet_step, progress.quiet_step)
+            self._paths.difference_update(progress.answered)
+        if output.invalid_block_ids:
+            # KV that could not be loaded: rows that were computed on it may be in the pool.
+            self.reset_cache()
         self._held -= output.finished_sending or set()
 
     def has_pending_block_frees(self) -> bool:

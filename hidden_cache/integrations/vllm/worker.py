@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 import torch
 
+from hidden_cache._native import Ticket
 from hidden_cache.config import HiddenCacheConfig
 from hidden_cache.errors import (
     ConfigError,
@@ -34,8 +36,8 @@ logger = logging.getLogger(__name__)
 
 # vLLM kills workers that are late: what is not written by then is refused.
 _SHUTDOWN_S = 4.0
-# How long a preemption waits for reads of the blocks that it takes: it never comes to that where
-# the engine asks `has_pending_block_frees` first.
+# How long a preemption waits for reads of the blocks that it takes. It comes to that only where the
+# engine did not ask `has_pending_block_frees`, and then rows on their way are dropped anyway.
 _PREEMPTION_S = 10.0
 
 
@@ -66,6 +68,7 @@ class _Live:
 
     @property
     def is_behind(self) -> bool:
+        """Whether there are rows that were not taken."""
         return self.writer is None or self.writer.num_tokens < self.num_tokens
 
 
@@ -102,14 +105,17 @@ class WorkerSide:
         self._config = replace(config, chunk_size=shape.chunker(config).chunk_size)
         self._owned: _Owned | None = None
         self._seen_step = -1
+        self._epoch = 0
         self._rows: dict[str, Rows] = {}  # of the step that runs: to be taken once it has
         self._rows_step = -1
         self._live: dict[str, _Live] = {}
+        # Of these, those with a writer that has not taken all rows.
+        self._behind: dict[str, _Live] = {}
         self._lost: set[str] = set()  # live, and answered already: they could not be begun
         self._endings: deque[_Ending] = deque()
         self._lacks_room = False  # in the pool, for the first of them
-        # Whose rows may be on their way out of the engine's memory, and the step that told them.
-        self._reading: list[tuple[int, str, RequestWriter]] = []
+        # What reads the engine's memory: the step that told of the rows, and whose they are.
+        self._reading: list[tuple[int, str, Ticket]] = []
         self._held: set[str] = set()  # ended, to be reported once nothing is read
         self._reportable: set[str] = set()
 
@@ -149,18 +155,22 @@ class WorkerSide:
         if self._owned is None:
             self._reportable.update(e.request_id for e in news.endings if e.reported)
             return
-        self._begin_again(news)
+        for request_id in news.preempted:
+            self._lose_blocks(request_id)
         self._take_rows()  # of a step that had no `rows_are_there`
+        for ending in news.endings:
+            self._end(ending)
+        self._work_off()
+        if news.weights_epoch != self._epoch:
+            self._reset(news.preempted)
+            self._epoch = news.weights_epoch
         for request_id, path in news.new_paths.items():
             if self._owned.samples.begin(request_id, path):
                 writer = self._owned.store.writer(request_id, self._shape.layer_ids)
                 self._live[request_id] = _Live(request_id, news.prompt_lengths[request_id], writer)
             else:
                 self._lost.add(request_id)
-        for ending in news.endings:
-            self._end(ending)
         self._rows, self._rows_step = news.rows, news.step
-        self._work_off()
 
     def rows_are_there(self) -> None:
         """The step has run, as far as the stream has it: its rows may be read behind it."""
@@ -171,12 +181,9 @@ class WorkerSide:
     def handle_preemptions(self, news: StepMetadata) -> None:
         """Blocks are about to be taken: sees that nothing of them is read any more."""
         give_up = time.monotonic() + _PREEMPTION_S
-        for _, request_id, writer in self._reading:
-            while request_id in news.preempted and not writer.source_free:
-                if time.monotonic() > give_up:
-                    logger.error("rows of request %s are read for too long", request_id)
-                    return
-                time.sleep(0.0002)
+        for _, request_id, ticket in self._reading:
+            if request_id in news.preempted and not ticket.wait(give_up - time.monotonic()):
+                logger.error("rows of request %s are read for too long", request_id)
 
     def reported(self) -> set[str]:
         """The held requests whose blocks may be released now; each once."""
@@ -191,44 +198,52 @@ class WorkerSide:
         self._look_at_reads()
         steps = [step for step, _, _ in self._reading]
         # What was told of and will be read counts too.
-        steps += [live.told_step for live in self._live.values() if live.writer and live.is_behind]
+        steps += [live.told_step for live in self._behind.values()]
         if self._rows:
             steps.append(self._rows_step)
-        return Progress(min(steps, default=self._seen_step + 1) - 1)
+        quiet_step = min(steps, default=self._seen_step + 1) - 1
+        return Progress(quiet_step, self._owned.samples.take_answered())
 
     def _look_at_reads(self) -> None:
-        self._reading = [read for read in self._reading if not read[2].source_free]
+        self._reading = [read for read in self._reading if not read[2].ended]
         free = self._held - {request_id for _, request_id, _ in self._reading}
         self._held -= free
         self._reportable |= free
 
-    def _begin_again(self, news: StepMetadata) -> None:
-        """Preempted requests have lost their blocks; new weights make old rows stale."""
+    def _lose_blocks(self, request_id: str) -> None:
+        """A request was preempted. Rows that were taken are the same when they come again."""
+        self._rows.pop(request_id, None)
+        self._behind.pop(request_id, None)
+        live = self._live.get(request_id)
+        if live is not None:
+            live.table, live.num_tokens, live.foreign = [], 0, None
+
+    def _reset(self, preempted: Collection[str]) -> None:
+        """Rows of before answer nobody any more, but for those who have them all already."""
         assert self._owned is not None
         store = self._owned.store
-        is_reset = news.weights_epoch != store.weights_epoch
-        if is_reset:
-            store.reset(news.weights_epoch)
-        for request_id in news.preempted:
-            live = self._live.get(request_id)
-            if live is None:
-                continue
-            # Rows that were taken are the same when they are computed again.
-            live.table, live.num_tokens, live.foreign = [], 0, None
-            self._rows.pop(request_id, None)
-            if is_reset:
+        complete = [e for e in self._endings if e.live.refusal is None and not e.live.is_behind]
+        for ending in complete:
+            self._publish(ending)
+            self._done(ending)
+        store.reset()
+        for live in [*self._live.values(), *(ending.live for ending in self._endings)]:
+            if live.request_id in preempted and live.request_id in self._live:
                 self._abandon(live)
-                live.writer, live.chunks = store.writer(request_id, self._shape.layer_ids), []
-        if is_reset:
-            for live in [*self._live.values(), *(ending.live for ending in self._endings)]:
-                if live.request_id not in news.preempted:
-                    detail = "the weights changed before all of its rows were taken"
-                    self._refuse_live(live, "weights_changed", detail)
+                live.writer = store.writer(live.request_id, self._shape.layer_ids)
+                live.chunks = []
+            else:
+                detail = (
+                    "the cache was reset, for new weights or for KV that could not be loaded, "
+                    "before all of its rows were taken"
+                )
+                self._refuse_live(live, "reset", detail)
 
     def _end(self, ending: SaveOrder | Refusal) -> None:
         assert self._owned is not None
         samples = self._owned.samples
         live = self._live.pop(ending.request_id, None)
+        self._behind.pop(ending.request_id, None)
         if live is None:  # answered already
             self._lost.discard(ending.request_id)
             if ending.reported:
@@ -259,17 +274,19 @@ class WorkerSide:
         rows, self._rows = self._rows, {}
         for request_id, told in rows.items():
             live = self._live.get(request_id)
-            if live is not None:
-                self._learn(live, told, self._rows_step)
-        for live in self._live.values():
-            if live.writer is None or live.refusal is not None or not live.is_behind:
+            if live is None:
                 continue
-            if self._lacks_room:
-                # Who has ended comes first: its blocks are held.
-                self._abandon(live)
-                continue
+            self._learn(live, told, self._rows_step)
+            if live.writer is not None and live.is_behind:
+                self._behind[request_id] = live
+        for request_id, live in list(self._behind.items()):
+            assert live.writer is not None
             try:
-                self._take(live, live.writer)
+                if self._lacks_room:
+                    # Who has ended comes first: its blocks are held.
+                    self._abandon(live)
+                else:
+                    self._take(live, live.writer)
             except QueueFullError:
                 return
             except PoolFullError as error:
@@ -277,23 +294,32 @@ class WorkerSide:
                     self._refuse_live(live, "pool_full", str(error))
                 else:
                     self._abandon(live)
+            self._behind.pop(request_id, None)
 
     def _work_off(self) -> None:
-        """Endings in their order, as far as there is room."""
+        """Endings, as far as there is room: in their order, but for those that need none."""
         owned = self._owned
         assert owned is not None
-        while self._endings:
-            ending = self._endings[0]
-            live, order = ending.live, ending.order
+        self._lacks_room = is_blocked = False
+        for ending in list(self._endings):
+            live = ending.live
             if ending.deadline <= time.monotonic():
                 self._abandon(live)
-                owned.samples.refuse_late(order)
-            elif owned.samples.are_behind or not self._publish(ending):
+                owned.samples.refuse_late(ending.order)
+            elif owned.samples.are_behind:
                 return
-            self._endings.popleft()
-            self._lacks_room = False
-            if order.reported:
-                self._held.add(order.request_id)
+            elif is_blocked and live.is_behind and live.refusal is None:
+                continue
+            elif not self._publish(ending):
+                is_blocked = True
+                continue
+            self._done(ending)
+
+    def _done(self, ending: _Ending) -> None:
+        """It has its answer: its blocks are reported once nothing of them is read."""
+        self._endings.remove(ending)
+        if ending.order.reported:
+            self._held.add(ending.order.request_id)
 
     def _publish(self, ending: _Ending) -> bool:
         """Takes what is missing and has the sample written, or refused; False where there is no
@@ -322,7 +348,7 @@ class WorkerSide:
             self._owned.samples.refuse(_refusal_of(order, *live.refusal))
         else:
             lease = live.writer.finish()
-            self._owned.samples.publish(order, lease, store.weights_epoch, ending.deadline)
+            self._owned.samples.publish(order, lease, self._epoch, ending.deadline)
         return True
 
     def _take(self, live: _Live, writer: RequestWriter) -> None:
@@ -366,26 +392,29 @@ class WorkerSide:
         assert self._owned is not None
         size = self._shape.block_size
         first = writer.num_tokens // size
-        writer.append_paged(
+        ticket = writer.append_paged(
             self._owned.paged,
             live.table[first : -(-stop // size)],
             stop,
             live.chunks[writer.num_known :],
             first_token=first * size,
         )
-        if not writer.source_free:
-            self._reading.append((live.told_step, live.request_id, writer))
+        if ticket is not None:
+            self._reading.append((live.told_step, live.request_id, ticket))
 
     def _make_room(self) -> None:
-        """Has the request that began last give up its room to one that has ended."""
-        for live in reversed(self._live.values()):
-            if live.writer is not None and live.refusal is None:
+        """Has a request give up its room to the first that has ended: the one that began last, or
+        ended last."""
+        for live in [*reversed(self._live.values()), *(e.live for e in reversed(self._endings))]:
+            if live.writer is not None and live is not self._endings[0].live:
                 self._abandon(live)
+                self._behind.pop(live.request_id, None)
                 return
 
     def _refuse_live(self, live: _Live, reason: str, detail: str) -> None:
         live.refusal = (reason, detail)
         self._abandon(live)
+        self._behind.pop(live.request_id, None)
 
     def _abandon(self, live: _Live) -> None:
         """Gives up a request's room. Its rows are taken at its end, if it is not refused."""
