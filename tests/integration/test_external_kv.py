@@ -61,6 +61,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
         first: bool,
         pool: str,
         with_rows: bool,
+        caching: bool = False,
         **changes: Any,
     ) -> Any:
         samples, kv, model = (tmp_path_factory.mktemp(n) for n in ("samples", "kv", "model"))
@@ -74,7 +75,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
             model,
             together(kv, ours, other, first=first),
             block_size=block,
-            enable_prefix_caching=False,
+            enable_prefix_caching=caching,
             max_num_batched_tokens=2048,
             **changes,
         )
@@ -193,6 +194,47 @@ class TestKvThatComesWithoutItsRows:
         (output,) = engine.generate(llm, [longer])
         assert output.num_cached_tokens == 0
         encoding.check_sample(path_of(output), longer)
+
+
+class TestBlocksThatCameWithoutTheirRows:
+    """With prefix caching on the engine hands them on, as hits of its own."""
+
+    BLOCK = 32
+    CHUNK = 2 * BLOCK
+    POOL_BYTES = 12 * CHUNK * len(encoding.LAYER_IDS) * encoding.HIDDEN * 4
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def llm(cls, start: Start) -> Any:
+        return start(
+            KV_ONLY,
+            block=cls.BLOCK,
+            first=False,
+            pool=str(cls.POOL_BYTES),
+            with_rows=False,
+            caching=True,
+            num_gpu_blocks_override=40,
+            max_model_len=1024,
+        )
+
+    def test_nobody_ever_gets_what_lies_in_them(self, llm: Any) -> None:
+        prompt = tokens(4, 3 * self.CHUNK + 7)
+        others = [tokens(next(OTHERS), 6 * self.CHUNK) for _ in range(3)]
+        another = prompt[: 3 * self.CHUNK] + tokens(9, 40)
+        # Computed, and let go by the engine and by the pool; then brought back, found in the
+        # engine's cache by the same prompt, by one that goes on in another way; computed again.
+        refused = []
+        for asked in ([prompt], others, [prompt], [prompt], [another], others, [another]):
+            for one in asked:
+                (output,) = engine.generate(llm, [one])
+                try:
+                    load_hidden_states(path_of(output), timeout=30)
+                except SampleRefusedError as refusal:
+                    refused.append(refusal.reason)
+                else:
+                    encoding.check_sample(path_of(output), one)
+        assert refused
+        assert set(refused) == {"foreign_kv"}
 
 
 class TestTensorParallel:
