@@ -417,8 +417,8 @@ class Play {
     const int pool = pool_of(format);
     const std::int64_t count = random_.chance(5) ? random_.in(0, 30) : random_.in(0, 6);
     const auto slots = tree_.allocate(format, count);
-    bool expected = true;
-    while (kSlots[pool] - std::ssize(used(pool)) < count) {
+    bool expected = count <= kSlots[pool];
+    while (expected && kSlots[pool] - std::ssize(used(pool)) < count) {
       const int key = victim();
       if (key < 0) {
         expected = false;
