@@ -21,6 +21,7 @@ from demo.engine import CHUNK_TOKENS, LAYERS, MAX_MODEL_LEN, STEP_TOKENS
 
 KV_CACHE_BYTES = 512 << 20
 POOL_BYTES = 256 << 20
+STAGING_BYTES = 64 << 20
 WRITER_THREADS = 8
 _FILE_TIMEOUT_S = 120.0
 # vLLM's processes look for work without a pause for a second after the last they had, and would
@@ -58,7 +59,11 @@ def _load_theirs(path: str) -> dict[str, torch.Tensor]:
     return loaded
 
 
-_OURS = (("hscache_pool_bytes", POOL_BYTES), ("hscache_chunk_size", CHUNK_TOKENS))
+_OURS = (
+    ("hscache_pool_bytes", POOL_BYTES),
+    ("hscache_staging_bytes", STAGING_BYTES),
+    ("hscache_chunk_size", CHUNK_TOKENS),
+)
 _THREADS = (("num_writer_threads", WRITER_THREADS),)
 
 NONE = Kind("no extraction", extracts=False)
@@ -123,8 +128,8 @@ class Engine:
             key=lambda pid: _bytes_or_none(pid, "VmRSS"),
         )
         memory.reset_peak(self.worker)
-        # Pages of the pool may be backed by now, and are the only shared memory to speak of.
-        self.before = memory.process_bytes(self.worker, "VmRSS") - self.shared_bytes()
+        # Pages of the pool are being backed by now, and are the only shared memory to speak of.
+        self.before = memory.process_bytes(self.worker, "RssAnon", "RssFile")
 
     def run(self, prompts: list[Tokens], max_tokens: int = 1) -> Turn:
         """Runs a batch, loads every sample, and removes it. Raises BenchmarkError for a sample that

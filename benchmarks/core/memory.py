@@ -78,13 +78,18 @@ def _meminfo(field: str) -> int | None:
     return None
 
 
-def process_bytes(pid: int, field: str) -> int:
-    """A size out of a process' /proc/PID/status: VmRSS, VmHWM (its peak), RssShmem, ..."""
+def process_bytes(pid: int, *fields: str) -> int:
+    """Sizes out of a process' /proc/PID/status at one moment, added up: VmHWM (its peak), or
+    RssAnon, RssFile and RssShmem, which make up VmRSS."""
+    sizes: dict[str, int] = {}
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         name, _, value = line.partition(":")
-        if name == field:
-            return int(value.split()[0]) << 10
-    raise BenchmarkError(f"/proc/{pid}/status has no {field}: this needs Linux")
+        if name in fields:
+            sizes[name] = int(value.split()[0]) << 10
+    for field in fields:
+        if field not in sizes:
+            raise BenchmarkError(f"/proc/{pid}/status has no {field}: this needs Linux")
+    return sum(sizes.values())
 
 
 def reset_peak(pid: int) -> None:

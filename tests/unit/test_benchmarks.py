@@ -276,7 +276,7 @@ def test_a_process_that_was_started_is_found_with_its_memory() -> None:
         assert child.pid in descendants(os.getpid())
         assert child.pid not in descendants(child.pid)
         reset_peak(child.pid)
-        resident = process_bytes(child.pid, "VmRSS")
+        resident = process_bytes(child.pid, "RssAnon", "RssFile", "RssShmem")
         assert 0 < resident <= process_bytes(child.pid, "VmHWM") < 1 << 30
         child.communicate()
 
