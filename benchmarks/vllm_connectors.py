@@ -90,10 +90,13 @@ _empty_like = torch.empty_like
 
 
 class ExampleOnCpu(ExampleHiddenStatesConnector):  # type: ignore[misc]
-    """vLLM's own connector. Its memory is not pinned and its events have happened: the CPU build
-    has neither, and nothing else is changed."""
+    """vLLM's own connector. Without a GPU its memory is not pinned and its events, and the stream
+    that they are of, have happened: the CPU build has neither. Nothing else is changed."""
 
     def _submit_async_write(self, pending: PendingSave) -> None:
+        if torch.cuda.is_available():
+            super()._submit_async_write(pending)
+            return
         with (
             mock.patch.object(torch, "empty_like", _empty_like_unpinned),
             mock.patch.object(torch.cuda, "Event", _Done),

@@ -20,7 +20,8 @@ from benchmarks.core.errors import BenchmarkError
 from demo.engine import CHUNK_TOKENS, LAYERS, MAX_MODEL_LEN, STEP_TOKENS
 
 KV_CACHE_BYTES = 512 << 20
-POOL_BYTES = 256 << 20
+# Small, so that a run saves several times as much.
+POOL_BYTES = 128 << 20
 STAGING_BYTES = 64 << 20
 WRITER_THREADS = 8
 _FILE_TIMEOUT_S = 120.0
