@@ -16,6 +16,7 @@ SCENARIOS = {
     "pool": "benchmarks.pool",
     "store": "benchmarks.store",
     "files": "benchmarks.files",
+    "vllm": "benchmarks.vllm",
     "import": "benchmarks.import_time",
     "gpu": "benchmarks.gpu",
 }

@@ -66,6 +66,30 @@ class Bench:
         self._groups = 0
         self._measured = 0
 
+    def show(self, text: str) -> None:
+        """Shows what goes on before or between groups."""
+        self._progress.show(text, self._measured / max(self._groups, 1))
+
+    def found(self, what: str, figure: str) -> None:
+        """Keeps something that no table of times shows: it is printed below them, and `compare`
+        leaves it out."""
+        found = self.parameters.setdefault("found", [])
+        assert isinstance(found, list)
+        found.append(f"{what}: {figure}")
+
+    def keep(self, case: Case) -> None:
+        """Keeps timings that a scenario took itself. A floor is a case of its group kept before."""
+        case = replace(case, seconds=_rounded(case.seconds))
+        if case.floor is not None:
+            (floor,) = (c for c in self.cases if (c.group, c.name) == (case.group, case.floor))
+            case = replace(case, ratio_to_floor=_digits(ratio_to_floor(case, floor)))
+        self.cases.append(case)
+
+    def begin(self, group: str) -> None:
+        """Counts a group as begun that is not for `measure`."""
+        self.show(f"[{self._measured + 1}/{self._groups}] {group}")
+        self._measured += 1
+
     def touch(self, need_bytes: int) -> None:
         """Has the machine back more memory than the scenario needs: call it before allocating."""
         text = f"touching {need_bytes / 1e6:.0f} MB of memory, and a quarter more"
@@ -106,8 +130,7 @@ class Bench:
                 group=group,
                 name=contender.name,
                 bytes=contender.bytes,
-                # Four digits are more than the clock and the machine hold still for.
-                seconds=tuple(float(f"{value:.4g}") for value in timings[contender.name]),
+                seconds=_rounded(timings[contender.name]),
                 floor=contender.floor,
                 target_seconds=contender.target_seconds,
                 target_ratio=contender.target_ratio,
@@ -116,6 +139,15 @@ class Bench:
         }
         for case in cases.values():
             if case.floor is not None:
-                ratio = float(f"{ratio_to_floor(case, cases[case.floor]):.4g}")
+                ratio = _digits(ratio_to_floor(case, cases[case.floor]))
                 case = replace(case, ratio_to_floor=ratio)
             self.cases.append(case)
+
+
+def _rounded(seconds: Sequence[float]) -> tuple[float, ...]:
+    return tuple(_digits(value) for value in seconds)
+
+
+def _digits(value: float) -> float:
+    """Four digits are more than the clock and the machine hold still for."""
+    return float(f"{value:.4g}")

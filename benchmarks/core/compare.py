@@ -12,6 +12,8 @@ from benchmarks.core.stats import Verdict, summarize, verdict
 # A floor is the machine, not our code: when floors move by more than this, the machine was in
 # another state.
 _FLOOR_SHIFT = 0.1
+# What a run found out, in words: no two runs say the same.
+_FOUND = "found"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ def _difference(old: Case, new: Case, is_floor: bool) -> Difference:
 
 def _warnings(old: Results, new: Results, differences: tuple[Difference, ...]) -> Iterator[str]:
     yield from _changed(old.machine, new.machine, "the machines differ in {}: {} -> {}")
-    for name in sorted({*old.parameters, *new.parameters}):
+    for name in sorted({*old.parameters, *new.parameters} - {_FOUND}):
         before, after = old.parameters.get(name), new.parameters.get(name)
         if before != after:
             yield f"the runs differ in parameter {name}: {before} -> {after}"

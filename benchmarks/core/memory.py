@@ -76,3 +76,39 @@ def _meminfo(field: str) -> int | None:
         if name == field:
             return int(value.split()[0]) << 10
     return None
+
+
+def process_bytes(pid: int, *fields: str) -> int:
+    """Sizes out of a process' /proc/PID/status at one moment, added up: VmHWM (its peak), or
+    RssAnon, RssFile and RssShmem, which make up VmRSS."""
+    sizes: dict[str, int] = {}
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name in fields:
+            sizes[name] = int(value.split()[0]) << 10
+    for field in fields:
+        if field not in sizes:
+            raise BenchmarkError(f"/proc/{pid}/status has no {field}: this needs Linux")
+    return sum(sizes.values())
+
+
+def reset_peak(pid: int) -> None:
+    """Has VmHWM of a process of this user begin anew at its VmRSS."""
+    Path(f"/proc/{pid}/clear_refs").write_text("5")
+
+
+def descendants(pid: int) -> set[int]:
+    """The processes that a process started, and those that these did."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            # Behind the name, which may hold anything: state, then parent.
+            parents[int(entry.parent.name)] = int(entry.read_text().rpartition(")")[2].split()[1])
+        except OSError:  # it has ended meanwhile
+            continue
+    found: set[int] = set()
+    level = {pid}
+    while level:
+        level = {child for child, parent in parents.items() if parent in level} - found
+        found |= level
+    return found

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from benchmarks.core.compare import Comparison
 from benchmarks.core.machine import BUSY_SHARE
+from benchmarks.core.paired import TargetVerdict
 from benchmarks.core.results import Case, Results
 from benchmarks.core.stats import RESOLUTION, Verdict, summarize
 from benchmarks.core.stats import format_seconds as format_seconds
@@ -20,6 +21,11 @@ _VERDICT_STYLE: dict[Verdict, str] = {
     "faster": "green",
     "slower": "red",
     "unresolved": "dim",
+}
+_FOUND_STYLE: dict[TargetVerdict, str] = {
+    "met": "green",
+    "missed": "red",
+    "not resolved": "yellow",
 }
 # Wide enough that nothing wraps where the output goes to a file or a pipe.
 _PLAIN_WIDTH = 200
@@ -65,6 +71,7 @@ def print_results(results: Results, console: Console) -> None:
             )
         _print_group(group, f"{len(cases[0].seconds)} rounds", table, console)
     _print_summary(results.cases, console)
+    _print_found(results, console)
     console.print(
         "\n±: half the width of the middle half of the timings (under 5 rounds: of all), over the "
         "median.\nGB/s: 1e9 payload bytes a second.  of floor: bandwidth over the floor's.",
@@ -127,6 +134,22 @@ def _print_summary(cases: tuple[Case, ...], console: Console) -> None:
         figures = (f"{ratio:.2f}" for ratio in (min(ratios), middle, max(ratios)))
         table.add_row(escape(name), *figures, escape(min(found)[1]))
     _print_group("of floor, over all groups", "", table, console)
+
+
+def _print_found(results: Results, console: Console) -> None:
+    found = results.parameters.get("found")
+    if not isinstance(found, list):
+        return
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for line in found:
+        what, _, figure = str(line).partition(": ")
+        text = escape(figure)
+        for verdict, style in _FOUND_STYLE.items():
+            text = text.replace(f": {verdict}", f": [{style}]{verdict}[/]")
+        table.add_row(escape(what), text)
+    _print_group("found", "", table, console)
 
 
 def _print_warnings(results: Results, console: Console) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,10 +17,12 @@ import pytest
 from benchmarks import __main__ as cli
 from benchmarks import registry
 from benchmarks.core import results as results_file
+from benchmarks.core.bench import Bench, Options
 from benchmarks.core.compare import compare
 from benchmarks.core.errors import BenchmarkError, ResultsError
 from benchmarks.core.measure import Budget, Contender, interleave
-from benchmarks.core.memory import touch
+from benchmarks.core.memory import descendants, process_bytes, reset_peak, touch
+from benchmarks.core.paired import PairedRatio, paired_ratio, t_quantile
 from benchmarks.core.report import format_seconds
 from benchmarks.core.results import Case, Machine, Results, Versions, ratio_to_floor
 from benchmarks.core.stats import summarize, verdict
@@ -86,6 +91,74 @@ def test_verdict_respects_spread(
 )
 def test_seconds_are_shown_with_their_unit(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
+
+
+# Paired ratios
+
+
+@pytest.mark.parametrize(
+    ("freedom", "tabled"),
+    [(1, 12.706), (2, 4.303), (4, 2.776), (5, 2.571), (9, 2.262), (30, 2.042), (1000, 1.962)],
+)
+def test_t_quantiles_are_those_of_the_tables(freedom: int, tabled: float) -> None:
+    assert t_quantile(freedom) == pytest.approx(tabled, abs=2e-3)
+
+
+def test_paired_ratio_has_the_interval_of_the_log_ratios() -> None:
+    # Logarithms -0.1, 0 and 0.1: mean 0, deviation 0.1, and t of two degrees of freedom.
+    others = [math.exp(-0.1), 1.0, math.exp(0.1)]
+    ratio = paired_ratio([1.0] * 3, others)
+    half = 4.3027 * 0.1 / math.sqrt(3)
+    assert ratio.mean == pytest.approx(1.0)
+    assert (math.log(ratio.low), math.log(ratio.high)) == pytest.approx((-half, half))
+    assert ratio.pairs == 3
+    assert ratio.deviation == pytest.approx(0.1)
+
+
+def test_slow_rounds_that_meet_both_leave_the_paired_ratio_alone() -> None:
+    others = [1.0, 5.0, 2.0, 9.0]
+    ratio = paired_ratio([seconds / 0.98 for seconds in others], others)
+    assert (ratio.low, ratio.mean, ratio.high) == pytest.approx((0.98, 0.98, 0.98))
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0.97, 0.99, "met"),
+        (0.969, 0.99, "not resolved"),
+        (0.95, 0.97, "not resolved"),
+        (0.95, 0.969, "missed"),
+    ],
+)
+def test_a_target_inside_the_interval_is_not_resolved(
+    low: float, high: float, expected: str
+) -> None:
+    ratio = PairedRatio((low * high) ** 0.5, low, high, 10, 0.01)
+    assert ratio.verdict(0.97) == expected
+
+
+def test_pairs_needed_are_the_fewest_that_resolve_the_target() -> None:
+    ratio = PairedRatio(0.98, 0.9, 1.07, 4, 0.02)
+    needed = ratio.pairs_needed(0.97)
+    assert needed is not None
+    distance = math.log(0.98 / 0.97)
+    assert t_quantile(needed - 1) * 0.02 / math.sqrt(needed) < distance
+    assert t_quantile(needed - 2) * 0.02 / math.sqrt(needed - 1) >= distance
+
+
+def test_what_is_not_resolved_says_what_it_would_take() -> None:
+    described = PairedRatio(0.98, 0.9, 1.07, 4, 0.02).describe(0.97)
+    assert described.startswith("0.980 [0.900, 1.070] (4 pairs), target ≥ 0.97: not resolved;")
+    assert "±2.0% a pair it would take about 18 pairs" in described
+    on_target = PairedRatio(0.97, 0.9, 1.05, 4, 0.02).describe(0.97)
+    assert "more than 10,000 pairs" in on_target
+    assert "take" not in PairedRatio(0.99, 0.98, 1.0, 4, 0.02).describe(0.97)
+
+
+@pytest.mark.parametrize("others", [[1.0], [1.0, 2.0, 3.0]])
+def test_what_is_no_pairs_of_rounds_is_refused(others: list[float]) -> None:
+    with pytest.raises(ValueError, match="not pairs"):
+        paired_ratio([1.0] if len(others) == 1 else [1.0, 2.0], others)
 
 
 # Interleaving
@@ -193,12 +266,64 @@ def test_touching_reports_progress_to_the_end() -> None:
     assert shares[-1] == 1.0
 
 
+def test_a_process_that_was_started_is_found_with_its_memory() -> None:
+    code = "import sys; print(flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        assert child.pid in descendants(os.getpid())
+        assert child.pid not in descendants(child.pid)
+        reset_peak(child.pid)
+        resident = process_bytes(child.pid, "RssAnon", "RssFile", "RssShmem")
+        assert 0 < resident <= process_bytes(child.pid, "VmHWM") < 1 << 30
+        child.communicate()
+
+
 def test_ratio_to_floor_compares_bandwidths() -> None:
     assert ratio_to_floor(case("a", (2.0,), bytes=100), case("f", (1.0,), bytes=100)) == 0.5
     assert ratio_to_floor(case("a", (2.0,), bytes=300), case("f", (1.0,), bytes=100)) == 1.5
     assert ratio_to_floor(case("a", (2.0,), bytes=None), case("f", (1.0,), bytes=None)) == 0.5
     with pytest.raises(ValueError, match="states its bytes"):
         ratio_to_floor(case("a", bytes=None), case("f"))
+
+
+# What a scenario keeps
+
+
+class NoProgress:
+    def show(self, text: str, share: float) -> None:
+        pass
+
+
+def test_timings_taken_by_the_scenario_get_their_ratio_to_the_floor() -> None:
+    bench = Bench(Options(), NoProgress())
+    bench.keep(case("floor", (1.00004, 1.0, 1.0), bytes=None))
+    bench.keep(case("ours", (2.0, 2.0), bytes=None, floor="floor"))
+    assert bench.cases[0].seconds == (1.0, 1.0, 1.0)
+    assert bench.cases[1].ratio_to_floor == 0.5
+
+
+def test_hooks_are_added_up_by_step_and_steps_that_lack_one_left_out() -> None:
+    pytest.importorskip("vllm")
+    from benchmarks.vllm import read_steps
+
+    times = """\
+6 wait_for_save 1 5000 5000
+7 build_connector_meta 1 1000 1000
+7 get_finished 1 2000 1000
+8 build_connector_meta 0 1000 1000
+7 wait_for_save 1 4000 1000
+8 get_finished 0 1000 1000
+8 get_finished 0 500 500
+8 wait_for_save 0 1000 1000
+"""
+    rows, none = read_steps(times)
+    assert (rows.has_rows, none.has_rows) == (True, False)
+    assert sum(rows.seconds.values()) == pytest.approx(7e-6)
+    assert rows.own_seconds == pytest.approx(3e-6)
+    assert none.seconds["get_finished"] == pytest.approx(1.5e-6)
 
 
 # Results files
@@ -349,6 +474,12 @@ def test_other_machine_and_parameters_are_warned_of_and_versions_noted() -> None
     assert found.notes == ("version of torch: 2.13 -> 2.14",)
 
 
+def test_what_was_found_out_is_no_difference_in_parameters() -> None:
+    one = replace(WHOLE, parameters={**WHOLE.parameters, "found": ["ratio: 0.98"]})
+    other = replace(WHOLE, parameters={**WHOLE.parameters, "found": ["ratio: 0.99"]})
+    assert compare(one, other).warnings == ()
+
+
 def test_other_bytes_in_a_case_are_warned_of() -> None:
     found = compare(results(case("a", bytes=10)), results(case("a", bytes=20)))
     assert found.warnings == ("g: a moves 20 bytes, it was 10",)
@@ -389,6 +520,7 @@ from benchmarks.core.measure import Contender
 
 def run(bench):
     bench.parameters["answer"] = 42
+    bench.found("ratio", "0.98: not resolved [at all]")
     bench.parameters["counted"] = ["7 [bytes]", "8 tokens"]
     bench.parameters["left_out"] = None if bench.peers else "theirs: no --peers"
     for name, seconds in bench.groups({"first": 1.0, "second": 2.0}):
@@ -425,6 +557,7 @@ def test_a_scenario_is_listed_and_run_and_its_results_kept(
     assert main("synthetic", "--quick", "--json", tmp_path / "r.json") == 0
     printed = capsys.readouterr()
     assert "0.50" in printed.out
+    assert "ratio  0.98: not resolved [at all]" in printed.out
     assert "met" in printed.out
     assert "[2/2] second" in printed.err
     kept = results_file.read(tmp_path / "r.json")
