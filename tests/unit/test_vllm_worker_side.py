@@ -1164,6 +1164,19 @@ def test_who_has_ended_gets_the_room_of_who_runs(drive: Callable[..., Driver]) -
     assert driver.side.reported() == {"runs", "ends"}
 
 
+def test_who_has_ended_gets_the_room_of_who_ends_later(drive: Callable[..., Driver]) -> None:
+    driver = drive(pool_bytes=8 * SLOT_BYTES).own()
+    told_until(driver, "later", 0, [8])
+    told_until(driver, "first", 1, [8])  # finds no room
+    driver.step(saves=[ended(driver, "first", 1, begin=8), ended(driver, "later", 0, begin=8)])
+    driver.arrive()
+    driver.step()
+    assert torch.equal(driver.load("first")["hidden_states"], rows_at(1))
+    driver.settle()
+    driver.step()
+    assert torch.equal(driver.load("later")["hidden_states"], rows_at(0))
+
+
 # KV that comes from elsewhere
 
 

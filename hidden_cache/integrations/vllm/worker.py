@@ -6,6 +6,7 @@ import logging
 import time
 from collections import deque
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 import torch
 
@@ -369,8 +370,10 @@ class WorkerSide:
             self._reading.append((self._seen_step, live.request_id, writer))
 
     def _make_room(self) -> None:
-        """Has the request that began last give up its room to one that has ended."""
-        for live in reversed(self._live.values()):
+        """Has another request give up its room to the one that ended first: the one that began
+        last, or where none is computed the one that ended last."""
+        ended = [ending.live for ending in islice(self._endings, 1, None)]
+        for live in (*reversed(self._live.values()), *reversed(ended)):
             if live.writer is not None and live.refusal is None:
                 self._abandon(live)
                 return
