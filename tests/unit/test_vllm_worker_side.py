@@ -1055,6 +1055,19 @@ def test_the_scheduler_learns_which_steps_are_read(drive: Callable[..., Driver])
     assert quiet_step() == first.step + 1
 
 
+def test_chunks_of_rows_that_a_preemption_took_are_known(drive: Callable[..., Driver]) -> None:
+    driver = drive().own()
+    driver.begin("r")
+    # A step that no `rows_are_there` ends.
+    driver.side.take_in(driver.tell(rows={"r": driver.rows(1, 8, keyed=True)}))
+    driver.step(preempted=["r"], rows={"r": driver.rows(4, LENGTH)})
+    driver.step(saves=[ended(driver, "r", 4)])
+    assert torch.equal(driver.load("r")["hidden_states"], rows_at(4))
+    driver.save(driver.order("again", 1, keyed=True))
+    driver.load("again")
+    assert read_metadata(driver.path("again"))["tokens_from_pool"] == "12"
+
+
 @pytest.mark.usefixtures("_still")
 def test_an_aborted_request_gives_its_blocks_back_when_they_are_read(
     drive: Callable[..., Driver],

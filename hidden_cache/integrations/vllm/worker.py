@@ -210,7 +210,8 @@ class WorkerSide:
                 continue
             # Rows that were taken are the same when they are computed again.
             live.table, live.num_tokens, live.foreign = [], 0, None
-            self._rows.pop(request_id, None)
+            if (untaken := self._rows.pop(request_id, None)) is not None:
+                live.chunks += untaken.chunks  # nobody tells them again
             if is_reset:
                 self._abandon(live)
                 live.writer, live.chunks = store.writer(request_id, self._shape.layer_ids), []
