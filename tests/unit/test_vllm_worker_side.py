@@ -1055,6 +1055,25 @@ def test_the_scheduler_learns_which_steps_are_read(drive: Callable[..., Driver])
     assert quiet_step() == first.step + 1
 
 
+@pytest.mark.usefixtures("_still")
+def test_rows_that_wait_for_the_queue_are_still_to_be_read(drive: Callable[..., Driver]) -> None:
+    driver = drive(max_pending=1).own()
+    driver.begin("a", "b")
+    told = driver.step(rows={"a": driver.rows(0, 8), "b": driver.rows(1, 8)}).step
+
+    def quiet_step() -> int:
+        progress = driver.side.progress()
+        assert progress is not None
+        return progress.quiet_step
+
+    driver.arrive()
+    assert quiet_step() == told - 1, "the queue had room for one"
+    latest = driver.step().step
+    assert quiet_step() == told - 1, "the other one is on its way"
+    driver.arrive()
+    assert quiet_step() == latest
+
+
 def test_chunks_of_rows_that_a_preemption_took_are_known(drive: Callable[..., Driver]) -> None:
     driver = drive().own()
     driver.begin("r")

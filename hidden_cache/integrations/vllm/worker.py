@@ -50,6 +50,7 @@ class _Live:
         prompt: tokens of the prompt, for which room is made at once.
         table: the block table as far as it was told.
         num_tokens: rows that are in the engine's cache.
+        last_step: the last one whose news had rows of it.
         chunks, foreign: as told, see `Rows`.
         refusal: reason and detail, once it is known that there will be no sample.
     """
@@ -59,6 +60,7 @@ class _Live:
     writer: RequestWriter | None
     table: list[int] = field(default_factory=list)
     num_tokens: int = 0
+    last_step: int = -1
     chunks: list[Chunk] = field(default_factory=list)
     foreign: tuple[int, int] | None = None
     refusal: tuple[str, str] | None = None
@@ -66,6 +68,11 @@ class _Live:
     @property
     def is_behind(self) -> bool:
         return self.writer is None or self.writer.num_tokens < self.num_tokens
+
+    @property
+    def will_be_read(self) -> bool:
+        """Whether rows that are there will be read before it ends."""
+        return self.writer is not None and self.refusal is None and self.is_behind
 
 
 @dataclass(slots=True)
@@ -101,7 +108,8 @@ class WorkerSide:
         self._config = replace(config, chunk_size=shape.chunker(config).chunk_size)
         self._owned: _Owned | None = None
         self._seen_step = -1
-        self._rows: dict[str, Rows] = {}  # of the step that runs: to be taken once it has
+        self._rows: dict[str, Rows] = {}  # to be taken once the step that told them has run
+        self._rows_step = -1
         self._live: dict[str, _Live] = {}
         self._lost: set[str] = set()  # live, and answered already: they could not be begun
         self._endings: deque[_Ending] = deque()
@@ -156,7 +164,7 @@ class WorkerSide:
                 self._lost.add(request_id)
         for ending in news.endings:
             self._end(ending)
-        self._rows = news.rows
+        self._rows, self._rows_step = news.rows, news.step
         self._work_off()
 
     def rows_are_there(self) -> None:
@@ -186,10 +194,11 @@ class WorkerSide:
         if self._owned is None:
             return None
         self._look_at_reads()
-        oldest = min((step for step, _, _ in self._reading), default=self._seen_step + 1)
+        unread = [live.last_step for live in self._live.values() if live.will_be_read]
         if self._rows:  # the step that runs is told of and not read yet
-            oldest = min(oldest, self._seen_step)
-        return Progress(oldest - 1)
+            unread.append(self._rows_step)
+        reading = [step for step, _, _ in self._reading]
+        return Progress(min([*unread, *reading], default=self._seen_step + 1) - 1)
 
     def _look_at_reads(self) -> None:
         self._reading = [read for read in self._reading if not read[2].source_free]
@@ -240,13 +249,14 @@ class WorkerSide:
                 self._held.add(ending.request_id)
             return
         if ending.rows is not None:
-            self._learn(live, ending.rows)
+            self._learn(live, ending.rows, self._seen_step)
         self._endings.append(_Ending(ending, live, samples.deadline()))
 
-    def _learn(self, live: _Live, rows: Rows) -> None:
+    def _learn(self, live: _Live, rows: Rows, step: int) -> None:
         first = rows.first_token // self._shape.block_size
         live.table[first:] = rows.block_ids
         live.num_tokens = rows.num_tokens
+        live.last_step = step
         live.chunks += rows.chunks
         live.foreign = rows.foreign
 
@@ -256,9 +266,9 @@ class WorkerSide:
         for request_id, told in rows.items():
             live = self._live.get(request_id)
             if live is not None:
-                self._learn(live, told)
+                self._learn(live, told, self._rows_step)
         for live in self._live.values():
-            if live.writer is None or live.refusal is not None or not live.is_behind:
+            if live.writer is None or not live.will_be_read:
                 continue
             if self._endings:
                 # Who has ended comes first: its blocks are held.
@@ -368,7 +378,7 @@ class WorkerSide:
             first_token=first * size,
         )
         if not writer.source_free:
-            self._reading.append((self._seen_step, live.request_id, writer))
+            self._reading.append((live.last_step, live.request_id, writer))
 
     def _make_room(self) -> None:
         """Has another request give up its room to the one that ended first: the one that began
