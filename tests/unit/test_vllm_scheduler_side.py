@@ -471,6 +471,23 @@ def test_an_aborted_requests_blocks_are_held_while_its_rows_are_read(side: Sched
         read_up_to(side, news.step, ["r"] if is_read else [])
 
 
+@pytest.mark.parametrize("aborted", [False, True])
+def test_no_request_gets_blocks_while_lost_ones_are_read(
+    side: SchedulerSide, aborted: bool
+) -> None:
+    request = begun(20)
+    news = schedule(side, request, tokens={"r": 16})
+    other = make_request(request_id="other")
+    assert side.local_hit(other, 0), "who runs has its blocks"
+    request.status = RequestStatus.PREEMPTED  # by a reset of the prefix cache, which asks nobody
+    if aborted:
+        request.status = RequestStatus.FINISHED_ABORTED
+        finish(side, request, ([], []))
+    assert not side.local_hit(other, 0)
+    read_up_to(side, news.step)
+    assert side.local_hit(other, 0)
+
+
 # KV that comes from elsewhere
 
 

@@ -69,6 +69,8 @@ class SchedulerSide:
         self._live: dict[str, _Live] = {}
         self._held: set[str] = set()  # finished, blocks not yet released
         self._quiet_step = -1
+        # The last step that told rows of a request that has ended after its blocks were taken.
+        self._lost_step = -1
         self._next = StepMetadata()
 
     # --- before a step --------------------------------------------------------------------
@@ -76,9 +78,21 @@ class SchedulerSide:
     def on_new_request(self, request: Request) -> None:
         self._waiting[request.request_id] = request
 
-    def local_hit(self, request: Request, num_computed_tokens: int) -> None:
-        """What the engine's own prefix cache has of a request that is about to be scheduled."""
+    def local_hit(self, request: Request, num_computed_tokens: int) -> bool:
+        """Takes in what the engine's own prefix cache has of a request that is about to be
+        scheduled; whether it may be now.
+
+        A reset of the prefix cache takes all running requests' blocks without asking
+        `has_pending_block_frees`, and a runner may write to them before any hook of the worker.
+        Until nothing is read there any more no request gets blocks.
+        """
         self._local_hits[request.request_id] = num_computed_tokens
+        lost = [
+            live.last_step
+            for live in self._live.values()
+            if live.request.status == RequestStatus.PREEMPTED
+        ]
+        return max([*lost, self._lost_step]) <= self._quiet_step
 
     def build_connector_meta(self, scheduled: SchedulerOutput) -> StepMetadata:
         """This step's news for the workers."""
@@ -183,6 +197,8 @@ class SchedulerSide:
         live = self._live.pop(request.request_id, None)
         if live is None:
             return False, None  # never scheduled: there are no rows and nobody has the path
+        if not any(block_ids):
+            self._lost_step = max(self._lost_step, live.last_step)
         ending = self._end(live, block_ids)
         self._next.endings.append(ending)
         if ending.reported:
