@@ -17,7 +17,8 @@ if ! {
   cmake -G Ninja -S . -B "$folder" -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG="-O1 -g" \
     -DHSCACHE_BUILD_PYTHON=OFF -DHSCACHE_BUILD_TESTS=ON -DHSCACHE_BUILD_CUDA=0 \
     -DHSCACHE_SANITIZE="$sanitize" -DHSCACHE_CUDA_INCLUDE="$headers" \
-    -DHSCACHE_TORCH_ROOT="$torch" &&
+    -DHSCACHE_TORCH_ROOT="$torch" -DPython_EXECUTABLE="$PWD/.venv/bin/python" \
+    -Dpybind11_DIR="$packages/pybind11/share/cmake/pybind11" &&
     cmake --build "$folder"
 } >"$log" 2>&1; then
   tail -n 60 "$log" >&2

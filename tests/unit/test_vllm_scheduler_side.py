@@ -467,18 +467,12 @@ def test_after_a_preemption_rows_are_told_from_the_first_on_with_their_new_block
         read_up_to(side, 99, answered=["r"])
 
 
-@pytest.mark.parametrize("aborted", [False, True])
-def test_rows_on_their_way_are_dropped_where_the_engine_preempts_without_asking(
-    side: SchedulerSide, aborted: bool
-) -> None:
+def test_a_preempted_request_that_was_aborted_since_is_told_too(side: SchedulerSide) -> None:
     request = begun(20)
     step(side, request, 16, new=True)
-    request.num_computed_tokens = 0
-    if aborted:
-        request.status = RequestStatus.FINISHED_ABORTED
-        finish(side, request)
-    news = schedule(side, preempted=["r"])
-    assert (news.preempted, news.weights_epoch) == (["r"], 1)
+    request.status = RequestStatus.FINISHED_ABORTED
+    finish(side, request, ([], []))
+    assert schedule(side, preempted=["r"]).preempted == ["r"]
 
 
 def test_kv_that_could_not_be_loaded_resets_the_pool(side: SchedulerSide) -> None:
@@ -510,6 +504,23 @@ def test_an_aborted_requests_blocks_are_held_while_its_rows_are_read(side: Sched
         assert isinstance(refusal, Refusal)
         assert (refusal.reason, refusal.reported) == ("aborted", is_read)
         read_up_to(side, news.step, ["r"] if is_read else [])
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+def test_no_request_gets_blocks_while_lost_ones_are_read(
+    side: SchedulerSide, aborted: bool
+) -> None:
+    request = begun(20)
+    news = schedule(side, request, tokens={"r": 16})
+    other = make_request(request_id="other")
+    assert side.local_hit(other, 0), "who runs has its blocks"
+    request.status = RequestStatus.PREEMPTED  # by a reset of the prefix cache, which asks nobody
+    if aborted:
+        request.status = RequestStatus.FINISHED_ABORTED
+        finish(side, request, ([], []))
+    assert not side.local_hit(other, 0)
+    read_up_to(side, news.step)
+    assert side.local_hit(other, 0)
 
 
 # KV that comes from elsewhere

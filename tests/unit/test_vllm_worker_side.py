@@ -1086,6 +1086,38 @@ def test_the_scheduler_learns_which_steps_are_read(drive: Callable[..., Driver])
 
 
 @pytest.mark.usefixtures("_still")
+def test_rows_that_wait_for_the_queue_are_still_to_be_read(drive: Callable[..., Driver]) -> None:
+    driver = drive(max_pending=1).own()
+    driver.begin("a", "b")
+    told = driver.step(rows={"a": driver.rows(0, 8), "b": driver.rows(1, 8)}).step
+
+    def quiet_step() -> int:
+        progress = driver.side.progress()
+        assert progress is not None
+        return progress.quiet_step
+
+    driver.arrive()
+    assert quiet_step() == told - 1, "the queue had room for one"
+    latest = driver.step().step
+    assert quiet_step() == told - 1, "the other one is on its way"
+    driver.arrive()
+    assert quiet_step() == latest
+
+
+def test_chunks_of_rows_that_a_preemption_took_are_known(drive: Callable[..., Driver]) -> None:
+    driver = drive().own()
+    driver.begin("r")
+    # A step that no `rows_are_there` ends.
+    driver.side.take_in(driver.tell(rows={"r": driver.rows(1, 8, keyed=True)}))
+    driver.step(preempted=["r"], rows={"r": driver.rows(4, LENGTH)})
+    driver.step(saves=[ended(driver, "r", 4)])
+    assert torch.equal(driver.load("r")["hidden_states"], rows_at(4))
+    driver.save(driver.order("again", 1, keyed=True))
+    driver.load("again")
+    assert read_metadata(driver.path("again"))["tokens_from_pool"] == "12"
+
+
+@pytest.mark.usefixtures("_still")
 def test_an_aborted_request_gives_its_blocks_back_when_they_are_read(
     drive: Callable[..., Driver],
 ) -> None:
@@ -1192,6 +1224,19 @@ def test_who_has_ended_gets_the_room_of_who_runs(drive: Callable[..., Driver]) -
     driver.arrive()
     driver.step()
     assert driver.side.reported() == {"runs", "ends"}
+
+
+def test_who_has_ended_gets_the_room_of_who_ends_later(drive: Callable[..., Driver]) -> None:
+    driver = drive(pool_bytes=8 * SLOT_BYTES).own()
+    told_until(driver, "later", 0, [8])
+    told_until(driver, "first", 1, [8])  # finds no room
+    driver.step(saves=[ended(driver, "first", 1, begin=8), ended(driver, "later", 0, begin=8)])
+    driver.arrive()
+    driver.step()
+    assert torch.equal(driver.load("first")["hidden_states"], rows_at(1))
+    driver.settle()
+    driver.step()
+    assert torch.equal(driver.load("later")["hidden_states"], rows_at(0))
 
 
 # KV that comes from elsewhere

@@ -142,8 +142,8 @@ class HiddenCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         assert self._scheduler is not None
-        self._scheduler.local_hit(request, num_computed_tokens)
-        return 0, False
+        may_start = self._scheduler.local_hit(request, num_computed_tokens)
+        return 0 if may_start else None, False
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int

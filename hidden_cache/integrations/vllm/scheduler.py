@@ -74,8 +74,9 @@ class SchedulerSide:
         # hits of the engine's own prefix cache.
         self._foreign_blocks: set[int] = set()
         self._paths: set[str] = set()  # that have no answer yet
-        self._last_told = -1  # the last step that told rows
         self._quiet_step = -1
+        # The last step that told rows of a request that has ended after its blocks were taken.
+        self._lost_step = -1
         self._next = StepMetadata()
 
     # --- before a step --------------------------------------------------------------------
@@ -83,9 +84,21 @@ class SchedulerSide:
     def on_new_request(self, request: Request) -> None:
         self._waiting[request.request_id] = request
 
-    def local_hit(self, request: Request, num_computed_tokens: int) -> None:
-        """What the engine's own prefix cache has of a request that is about to be scheduled."""
+    def local_hit(self, request: Request, num_computed_tokens: int) -> bool:
+        """Takes in what the engine's own prefix cache has of a request that is about to be
+        scheduled; whether it may be now.
+
+        A reset of the prefix cache takes all running requests' blocks without asking
+        `has_pending_block_frees`, and a runner may write to them before any hook of the worker.
+        Until nothing is read there any more no request gets blocks.
+        """
         self._local_hits[request.request_id] = num_computed_tokens
+        lost = [
+            live.last_step
+            for live in self._live.values()
+            if live.request.status == RequestStatus.PREEMPTED
+        ]
+        return max([*lost, self._lost_step]) <= self._quiet_step
 
     def build_connector_meta(self, scheduled: SchedulerOutput) -> StepMetadata:
         """This step's news for the workers."""
@@ -93,14 +106,8 @@ class SchedulerSide:
         self._next = StepMetadata(step=news.step + 1)
         for request_id in scheduled.preempted_req_ids or ():
             news.preempted.append(request_id)  # one that was aborted since too
-            live = self._live.get(request_id)
-            last_step = self._last_told if live is None else live.last_step
-            if live is not None:
-                live.told, live.last_step = 0, -1
-            if last_step > self._quiet_step:
-                # The engine asked nobody, as it does to reset its own cache: rows that are being
-                # read may be written to already, so none that are on their way can be trusted.
-                self.reset_cache()
+            if request_id in self._live:
+                self._live[request_id].told = 0
         news.weights_epoch = self._epoch
         # V1 lists a request that is resumed after a preemption as cached, V2 as new once more.
         for data in scheduled.scheduled_new_reqs:
@@ -190,7 +197,7 @@ class SchedulerSide:
         table = self._table(request.request_id, scheduled)
         if table:
             news.rows[request.request_id] = self._rows(live, stop, table)
-            live.last_step = self._last_told = news.step
+            live.last_step = news.step
 
     def _rows(self, live: _Live, stop: int, table: list[int]) -> Rows:
         size = self._shape.block_size
@@ -223,6 +230,8 @@ class SchedulerSide:
         live = self._live.pop(request.request_id, None)
         if live is None:
             return False, None  # never scheduled: there are no rows and nobody has the path
+        if not any(block_ids):
+            self._lost_step = max(self._lost_step, live.last_step)
         ending = self._end(live, list(block_ids[self._shape.group_id]))
         self._next.endings.append(ending)
         if ending.reported:

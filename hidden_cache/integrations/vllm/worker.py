@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 
 # vLLM kills workers that are late: what is not written by then is refused.
 _SHUTDOWN_S = 4.0
-# How long a preemption waits for reads of the blocks that it takes. It comes to that only where the
-# engine did not ask `has_pending_block_frees`, and then rows on their way are dropped anyway.
+# How long a preemption waits for reads of the blocks that it takes. The scheduler's side sees to it
+# that there are none: this is a second line.
 _PREEMPTION_S = 10.0
 
 
@@ -212,11 +212,12 @@ class WorkerSide:
 
     def _lose_blocks(self, request_id: str) -> None:
         """A request was preempted. Rows that were taken are the same when they come again."""
-        self._rows.pop(request_id, None)
+        untaken = self._rows.pop(request_id, None)
         self._behind.pop(request_id, None)
         live = self._live.get(request_id)
         if live is not None:
             live.table, live.num_tokens, live.foreign = [], 0, None
+            live.chunks += [] if untaken is None else untaken.chunks  # nobody tells them again
 
     def _reset(self, preempted: Collection[str]) -> None:
         """Rows of before answer nobody any more, but for those who have them all already."""
