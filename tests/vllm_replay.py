@@ -432,8 +432,16 @@ class Replay:
         assert side is not None
         assert plan is not None
         left: list[Any] = [plan._held, plan._live, plan._waiting, plan._local_hits]
-        left += [side._held, side._endings, side._live, side._lost, side._reportable, self.held]
-        left += [name for _, name, rows in side._reading if not rows.source_free]
+        left += [
+            side._held,
+            side._endings,
+            side._live,
+            side._lost,
+            side._reportable,
+            side._behind,
+            self.held,
+        ]
+        left += [name for _, name, ticket in side._reading if not ticket.ended]
         left += [plan.has_pending_block_frees()]
         if any(left):
             raise FaultError(f"something is held in the end: {left}")
@@ -838,7 +846,7 @@ class Replay:
         job = self._answered(name, reason)
         expected = {
             "aborted": job.aborted,
-            "weights_changed": self.epoch > 0,
+            "reset": self.epoch > 0,
         }
         if not expected.get(reason, False):
             raise FaultError(f"{name} is refused: {reason}: {detail}")

@@ -82,7 +82,7 @@ def the_stream_is_not_waited_for(patch: pytest.MonkeyPatch) -> None:
 
 def reported_while_read(patch: pytest.MonkeyPatch) -> None:
     def look(self: Any) -> None:
-        self._reading = [read for read in self._reading if not read[2].source_free]
+        self._reading = [read for read in self._reading if not read[2].ended]
         self._reportable |= self._held
         self._held.clear()
 
@@ -164,19 +164,6 @@ def preempted_rows_are_told_no_more(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SchedulerSide, "build_connector_meta", build_without)
 
 
-def a_preempted_request_keeps_its_table(patch: pytest.MonkeyPatch) -> None:
-    begin_again = WorkerSide._begin_again
-
-    def keep(self: Any, news: Any) -> None:
-        old = [self._live[name] for name in news.preempted if name in self._live]
-        tables = [(live.table, live.num_tokens) for live in old]
-        begin_again(self, news)
-        for live, table in zip(old, tables, strict=True):
-            live.table, live.num_tokens = table
-
-    patch.setattr(WorkerSide, "_begin_again", keep)
-
-
 def the_ended_keep_their_room(patch: pytest.MonkeyPatch) -> None:
     def make_room(self: Any) -> None:
         for live in reversed(self._live.values()):
@@ -214,7 +201,6 @@ FAULTS = [
     ("async-v2", guesses_are_told),
     ("v2", listed_as_new_is_new),
     ("v1", preempted_rows_are_told_no_more),
-    ("v2", a_preempted_request_keeps_its_table),
     ("v2", the_ended_keep_their_room),
     ("v1", new_weights_are_not_told),
     ("v1", news_is_taken_in_by_each_hook),

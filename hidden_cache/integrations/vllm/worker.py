@@ -182,8 +182,11 @@ class WorkerSide:
         """Blocks are about to be taken: sees that nothing of them is read any more."""
         give_up = time.monotonic() + _PREEMPTION_S
         for _, request_id, ticket in self._reading:
-            if request_id in news.preempted and not ticket.wait(give_up - time.monotonic()):
-                logger.error("rows of request %s are read for too long", request_id)
+            while request_id in news.preempted and not ticket.ended:
+                if time.monotonic() > give_up:
+                    logger.error("rows of request %s are read for too long", request_id)
+                    return
+                time.sleep(0.0002)
 
     def reported(self) -> set[str]:
         """The held requests whose blocks may be released now; each once."""
