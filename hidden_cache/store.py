@@ -254,10 +254,11 @@ class HiddenStateStore:
             self, "of store_paged", layer_idxs, before=before[-1] if before else None
         )
         end = chunks[-1].end
-        self._waiting(partial(writer.append_paged, paged, block_ids, end, chunks, stream=stream))
-        lease = writer.finish()
-        lease.release()
-        return lease.tickets[0] if lease.tickets else None
+        ticket = self._waiting(
+            partial(writer.append_paged, paged, block_ids, end, chunks, stream=stream)
+        )
+        writer.finish().release()
+        return ticket
 
     def lease_paged(
         self,
@@ -296,12 +297,11 @@ class HiddenStateStore:
             self._check_open()
             return RequestWriter(self, request_id, layer_idxs)
 
-    def _waiting(self, append: Callable[[], object]) -> None:
+    def _waiting(self, append: Callable[[], _native.Ticket | None]) -> _native.Ticket | None:
         """Waits where the queue is full."""
         while True:
             try:
-                append()
-                return
+                return append()
             except QueueFullError:
                 self._wait_for_one()
 

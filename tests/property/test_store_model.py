@@ -277,10 +277,11 @@ class StillStore(HiddenStateStore):
 
         setattr(self._storage, "_make_engine", make_still)  # noqa: B010
 
-    def _waiting(self, append: Callable[[], object]) -> None:
-        super()._waiting(append)
+    def _waiting(self, append: Callable[[], _native.Ticket | None]) -> _native.Ticket | None:
+        ticket = super()._waiting(append)
         if self.meanwhile is not None:
             self.meanwhile()
+        return ticket
 
     def arrive(self) -> None:
         for engine in self._storage.engines.values():
