@@ -643,6 +643,16 @@ def test_rows_that_are_on_their_way_are_shared(still: HiddenStateStore) -> None:
     other.release()
 
 
+def test_whoever_stores_gets_the_ticket_even_of_a_copy_that_is_done_by_then(
+    store: HiddenStateStore,
+) -> None:
+    for prompt in range(300):
+        paged, block_ids = make_paged(rows_for(4), 3)
+        ticket = store.store_paged([prompt] * 4, paged, block_ids, layer_idxs=LAYERS)
+        assert ticket is not None
+        ticket.wait()
+
+
 def test_the_source_lives_as_long_as_it_is_read(still: HiddenStateStore) -> None:
     paged, block_ids = make_paged(rows_for(4), 3)
     alive = weakref.ref(paged)
