@@ -64,8 +64,9 @@ def main(
     come from the pool after that; in a second pass over the same prompts nearly all do.
 
     In the end the rows of a few files are compared with transformers' own hidden states of the
-    same model, and rows from the pool with those first computed. The last line starts with
-    `demo: ok`; after a mismatch it starts with `demo: FAILED` and the exit code is 1.
+    same model, and rows from the pool with those of the other prompts that share them. The last
+    line starts with `demo: ok`; after a mismatch it starts with `demo: FAILED` and the exit code is
+    1.
 
     It takes a few minutes on two processor cores, 4 GB of memory and 300 MB of disk.
     """

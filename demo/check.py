@@ -202,14 +202,16 @@ def check(passes: list[Pass], model: Path, dtype: str, advance: Callable[[], Non
 def check_files(passes: list[Pass], dtype: torch.dtype) -> tuple[list[str], int]:
     """What is wrong with the files, and how many rows from the pool were found unchanged.
 
-    Rows from the pool must be, bit for bit, those of the first request that ended and had the same
-    tokens: it put them there.
+    Rows from the pool must be, bit for bit, those of another request with the same tokens, in this
+    pass or one before: one of them put them there. (Which one cannot be told from outside: rows
+    leave while requests are computed beside each other.)
     """
     problems: list[str] = []
     pooled_rows = 0
-    earlier: list[Sample] = []
+    run: list[Sample] = []
     for each in passes:
-        for sample in sorted(each.samples, key=lambda sample: sample.finished):
+        run += each.samples
+        for sample in each.samples:
             loaded = hidden_cache.load_hidden_states(sample.path)
             rows, tokens, pooled = (
                 loaded["hidden_states"],
@@ -225,13 +227,17 @@ def check_files(passes: list[Pass], dtype: torch.dtype) -> tuple[list[str], int]
                     f"{len(LAYERS)}, hidden] of {dtype}"
                 )
             elif pooled:
-                first = next((s for s in earlier if s.token_ids[:pooled] == tokens[:pooled]), None)
-                if first is None:
+                others = [
+                    other
+                    for other in run
+                    if other is not sample and other.token_ids[:pooled] == tokens[:pooled]
+                ]
+                if not others:
                     found.append(f"{pooled} tokens came from the pool, but nobody put them there")
-                elif torch.equal(rows[:pooled], _first_rows(first, pooled)):
+                elif any(torch.equal(rows[:pooled], _first_rows(o, pooled)) for o in others):
                     pooled_rows += pooled * len(LAYERS)
                 else:
-                    found.append(f"rows from the pool are not those of {first.path.name}")
+                    found.append(f"rows from the pool are not those of {others[0].path.name}")
             whole_chunks = len(tokens) // CHUNK_TOKENS * CHUNK_TOKENS
             if each is not passes[0] and pooled < whole_chunks:
                 found.append(
@@ -239,7 +245,6 @@ def check_files(passes: list[Pass], dtype: torch.dtype) -> tuple[list[str], int]
                     "before put there"
                 )
             problems += [f"{_name(each, sample)}: {problem}" for problem in found]
-            earlier.append(sample)
     return problems, pooled_rows
 
 

@@ -36,7 +36,6 @@ class Sample:
     token_ids: list[int]
     answer: str
     path: Path
-    finished: int  # its place among the pass's requests in the order of their ends
     file_bytes: int
     row_bytes: int
     tokens_from_pool: int
@@ -124,9 +123,8 @@ class Engine:
             for output in engine.step():
                 outputs[output.request_id] = output
                 finished(asked[output.request_id], _answer(output))
-        ended = list(outputs)
         samples = [
-            _sample(prompt, token_ids[request], outputs[request], ended.index(request))
+            _sample(prompt, token_ids[request], outputs[request])
             for request, prompt in asked.items()
         ]
         return Pass(number, time.perf_counter() - start, samples)
@@ -153,7 +151,7 @@ def _answer(output: Any) -> str:
     return f"{text} …" if completion.finish_reason == "length" else text
 
 
-def _sample(prompt: Prompt, token_ids: list[int], output: Any, finished: int) -> Sample:
+def _sample(prompt: Prompt, token_ids: list[int], output: Any) -> Sample:
     path = Path(output.kv_transfer_params["hidden_states_path"])
     try:
         loaded = hidden_cache.load_hidden_states(path, timeout=FILE_TIMEOUT_S)
@@ -167,7 +165,6 @@ def _sample(prompt: Prompt, token_ids: list[int], output: Any, finished: int) ->
         token_ids=token_ids,
         answer=_answer(output),
         path=path,
-        finished=finished,
         file_bytes=path.stat().st_size,
         row_bytes=loaded["hidden_states"].nbytes,
         tokens_from_pool=int(metadata["tokens_from_pool"]),

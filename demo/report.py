@@ -83,8 +83,8 @@ def show(terminal: Terminal, found: dict[str, Any], example: Path) -> None:
         "prefixes, and in later passes the same prompts."
     )
     terminal.say(
-        f"  {check['pooled_rows_unchanged']:,} rows from the pool are, bit for bit, those first "
-        "computed."
+        f"  {check['pooled_rows_unchanged']:,} rows from the pool are, bit for bit, those of other "
+        "requests with the same tokens."
     )
     if check["samples"]:
         terminal.say(

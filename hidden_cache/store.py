@@ -71,7 +71,8 @@ class HiddenStateStore:
     With a bound storage manager a chunk whose KV is gone is dropped as soon as somebody asks for
     it.
 
-    Thread-safe; the GIL is released around copies and waits.
+    Thread-safe; the GIL is released around copies and waits. Finalizers must not call it: they may
+    run while their thread is inside of it.
     """
 
     def __init__(self, config: Any, token_database: Any = None) -> None:

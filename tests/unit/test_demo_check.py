@@ -33,7 +33,6 @@ def sample(path: Path, pooled: int) -> Sample:
         token_ids=TOKENS,
         answer="answer",
         path=path,
-        finished=0,
         file_bytes=path.stat().st_size,
         row_bytes=ROWS.nbytes,
         tokens_from_pool=pooled,
