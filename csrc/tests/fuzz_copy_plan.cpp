@@ -95,7 +95,7 @@ Case decode(Input in) {
   c.narrow = drawn & 32;
   const std::uint8_t count = in.byte() % 24;
   for (std::uint8_t i = 0; i < count; ++i) {
-    std::int64_t id = in.size(std::clamp<std::int64_t>(c.view.num_blocks - 1, 0, 250));
+    std::int64_t id = in.size(std::clamp<std::int64_t>(c.view.num_blocks, 1, 251) - 1);
     if (c.narrow) id = static_cast<std::int32_t>(id);
     c.ids.push_back(id);
   }
