@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("vllm")
+
 from hidden_cache import SampleRefusedError, load_hidden_states
 from tests.integration import encoding, engine
 

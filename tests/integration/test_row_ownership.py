@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 import pytest
 
+pytest.importorskip("vllm")
+
 from hidden_cache import SampleRefusedError, load_hidden_states
 from hidden_cache.files import error_path, lock_path, sample_name
 from tests.integration import encoding, engine

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("vllm")
+
 from hidden_cache import (
     SampleRefusedError,
     cleanup_hidden_states,

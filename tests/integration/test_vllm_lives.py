@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("vllm")
+
 from hidden_cache import SampleRefusedError, load_hidden_states, read_metadata
 from hidden_cache.files import lock_path
 from hidden_cache.integrations.vllm.options import ConnectorOptions
