@@ -22,9 +22,8 @@ class ChunkIndex:
 
     def __init__(self) -> None:
         self._tree = _native.ChunkTree()
-        self._ids: dict[
-            Hashable, int
-        ] = {}  # also of keys that are absent, but others' predecessors
+        # Also of keys that are absent, but others' predecessors.
+        self._ids: dict[Hashable, int] = {}
         self._keys: list[Hashable | None] = []  # by number
         self._formats: dict[RowFormat, int] = {}
         self._rows: list[RowFormat] = []  # by format

@@ -92,20 +92,11 @@ class Lease:
         """
         with self._store._guard():
             tickets = self._pending()
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        for ticket in tickets:
-            if not ticket.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):
-                return False
-            if ticket.error is not None:
-                raise TransferError(ticket.error)
-        return True
+        return _wait(tickets, timeout_s)
 
     def wait_own(self) -> None:
         """As `wait`, for those rows only that were brought for this request."""
-        for ticket in self.tickets:
-            ticket.wait()
-            if ticket.error is not None:
-                raise TransferError(ticket.error)
+        _wait(self.tickets, None)
 
     def _check_held(self) -> None:
         if self._released:
@@ -204,3 +195,14 @@ class Lease:
             for chunk in self._chunks:
                 if chunk.slots:
                     index.retire(chunk.form, list(chunk.slots.values()), self.tickets)
+
+
+def _wait(tickets: Sequence[_native.Ticket], timeout_s: float | None) -> bool:
+    """Whether all are done within that time; raises TransferError for the first that failed."""
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    for ticket in tickets:
+        if not ticket.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):
+            return False
+        if ticket.error is not None:
+            raise TransferError(ticket.error)
+    return True
