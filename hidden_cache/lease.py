@@ -13,7 +13,7 @@ import torch
 from hidden_cache import _native
 from hidden_cache.errors import HiddenCacheError, TransferError
 from hidden_cache.formats import RowFormat
-from hidden_cache.index import NONE
+from hidden_cache.index import NONE, ChunkIndex
 
 if TYPE_CHECKING:
     from hidden_cache.store import HiddenStateStore
@@ -27,11 +27,22 @@ class HeldChunk:
         number: of the chunk in the index, pinned; NONE where it has none.
         slots: by layer, those that are no chunk's in the index; the other layers are.
         form: what is in `slots`.
+        tickets: the transfers that bring it and were not done when last looked at.
     """
 
     number: int = NONE
     form: int = NONE
     slots: dict[int, int] = field(default_factory=dict)
+    tickets: list[_native.Ticket] = field(default_factory=list)
+
+
+def let_go(index: ChunkIndex, chunks: Sequence[HeldChunk]) -> None:
+    """Gives up holds: chunks of the index stay in the pool, slots of nobody else's go once nothing
+    writes to them. Under the store's lock."""
+    index.unpin([chunk.number for chunk in chunks if chunk.number != NONE])
+    for chunk in chunks:
+        if chunk.slots:
+            index.retire(chunk.form, list(chunk.slots.values()), chunk.tickets)
 
 
 class Lease:
@@ -190,11 +201,7 @@ class Lease:
             if self._released:
                 return
             self._released = True
-            index = self._store._index
-            index.unpin([chunk.number for chunk in self._chunks if chunk.number != NONE])
-            for chunk in self._chunks:
-                if chunk.slots:
-                    index.retire(chunk.form, list(chunk.slots.values()), self.tickets)
+            let_go(self._store._index, self._chunks)
 
 
 def _wait(tickets: Sequence[_native.Ticket], timeout_s: float | None) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from hidden_cache.errors import (
 from hidden_cache.formats import RowFormat
 from hidden_cache.index import NONE
 from hidden_cache.keys import Chunk
-from hidden_cache.lease import HeldChunk, Lease
+from hidden_cache.lease import HeldChunk, Lease, let_go
 from hidden_cache.storage import Source, current_stream
 
 if TYPE_CHECKING:
@@ -40,14 +40,12 @@ class _Chunk(HeldChunk):
 
     Attributes:
         shared: nothing of it was missing when the request came to it.
-        tickets: the transfers that bring it and were not done when last looked at.
     """
 
     start: int = 0
     end: int = 0
     key: Hashable | None = None
     shared: bool = False
-    tickets: list[_native.Ticket] = field(default_factory=list)
 
 
 class RequestWriter:
@@ -229,7 +227,7 @@ class RequestWriter:
                 raise
             self._ended = True
             taken = [chunk for chunk in self._chunks if chunk.start < self.num_tokens]
-            self._let_go(self._chunks[len(taken) :])
+            let_go(self._store._index, self._chunks[len(taken) :])
             return Lease(
                 self._store,
                 taken,
@@ -294,7 +292,7 @@ class RequestWriter:
                 pieces = self._pieces(source, touched, stop)
                 ticket = self._store._storage.put(source, kind.rows, pieces) if pieces else None
             except BaseException:
-                self._let_go(opened)
+                let_go(self._store._index, opened)
                 raise
             self._kind = kind
             self._chunks = every
@@ -384,14 +382,14 @@ class RequestWriter:
                 for chunk, slot in zip(wanting, slots, strict=False):
                     chunk.slots[layer] = slot
         except BaseException:
-            self._let_go(opened)
+            let_go(self._store._index, opened)
             raise
         finally:
             index.unpin(held)
         room = 0
         while room < len(opened) and len(opened[room].slots) == len(lacking[room]):
             room += 1
-        self._let_go(opened[room:])
+        let_go(self._store._index, opened[room:])
         return opened[:room]
 
     def _allocate(self, kind: _Kind, count: int, more: int, *, fit: bool) -> list[int]:
@@ -554,11 +552,4 @@ class RequestWriter:
     def _abandon(self) -> None:
         if not self._ended:
             self._ended = True
-            self._let_go(self._chunks)
-
-    def _let_go(self, chunks: Sequence[_Chunk]) -> None:
-        index = self._store._index
-        index.unpin([chunk.number for chunk in chunks if chunk.number != NONE])
-        for chunk in chunks:
-            if chunk.slots:
-                index.retire(chunk.form, list(chunk.slots.values()), chunk.tickets)
+            let_go(self._store._index, self._chunks)
