@@ -1,9 +1,12 @@
-"""Which threads this process has, for tests of what must start none or leave none behind."""
+"""Which threads this process has, for tests of what must leave none behind; and one that asks."""
 
 from __future__ import annotations
 
 import os
+import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 PATIENCE_S = 60.0  # how long a test waits for what must come
 
@@ -25,3 +28,28 @@ def none_but(threads: set[str]) -> bool:
             return False
         time.sleep(0.001)
     return True
+
+
+class Asking(threading.Thread):
+    """Calls a function in the background."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        super().__init__(daemon=True)
+        self._call = (function, arguments)
+        self._answer: Any = None
+        self.start()
+
+    def run(self) -> None:
+        function, arguments = self._call
+        try:
+            self._answer = function(*arguments)
+        except BaseException as error:
+            self._answer = error
+
+    def answer(self) -> Any:
+        """What it returned, or raised."""
+        self.join(PATIENCE_S)
+        assert not self.is_alive(), "it waits for ever"
+        if isinstance(self._answer, BaseException):
+            raise self._answer
+        return self._answer

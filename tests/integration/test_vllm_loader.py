@@ -5,18 +5,16 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from hidden_cache.files import SampleLock, lock_path, write_sample
-from tests.threads import PATIENCE_S
+from tests.threads import PATIENCE_S, Asking
 
 pytestmark = pytest.mark.engine  # it takes ten seconds to load vLLM
 
@@ -41,29 +39,6 @@ def like_hs_connectors(path: str) -> dict[str, torch.Tensor]:
             except BlockingIOError:
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
-
-
-class Reader(threading.Thread):
-    """Loads in the background."""
-
-    def __init__(self, load: Callable[[str], dict[str, torch.Tensor]], path: str) -> None:
-        super().__init__(daemon=True)
-        self._load, self._path = load, path
-        self._answer: Any = None
-        self.start()
-
-    def run(self) -> None:
-        try:
-            self._answer = self._load(self._path)
-        except BaseException as error:
-            self._answer = error
-
-    def answer(self) -> Any:
-        self.join(PATIENCE_S)
-        assert not self.is_alive(), "the reader waits for ever"
-        if isinstance(self._answer, BaseException):
-            raise self._answer
-        return self._answer
 
 
 def wait_for_opener(path: str) -> None:
@@ -96,7 +71,7 @@ def test_it_waits_for_a_sample_and_reads_it(
         SampleLock(path).release()
         publish(rows + 1)
     lock = SampleLock(path)
-    reader = Reader(load, path)
+    reader = Asking(load, path)
     wait_for_opener(path)
     assert reader.is_alive()
     publish(rows)
@@ -114,7 +89,7 @@ def test_it_finds_no_file_where_there_is_a_reason(
 ) -> None:
     path = str(tmp_path / "request.safetensors")
     lock = SampleLock(path)
-    reader = Reader(load, path)
+    reader = Asking(load, path)
     wait_for_opener(path)
     lock.refuse("r", "deadline", "why")
     with pytest.raises(FileNotFoundError):

@@ -46,7 +46,7 @@ from hidden_cache.files import (
     write_error,
     write_sample,
 )
-from tests.threads import PATIENCE_S
+from tests.threads import PATIENCE_S, Asking
 
 repeatable = settings(derandomize=True, deadline=None, database=None)
 
@@ -69,29 +69,6 @@ def write(path: str, rows: torch.Tensor | None = None, **metadata: str) -> Writt
 
 def leftovers(folder: Path) -> list[str]:
     return sorted(name for name in os.listdir(folder) if name != "request.safetensors")
-
-
-class Reader(threading.Thread):
-    """Loads in the background."""
-
-    def __init__(self, path: str, timeout: float | None = None) -> None:
-        super().__init__(daemon=True)
-        self._arguments = (path, timeout)
-        self._answer: dict[str, torch.Tensor] | BaseException | None = None
-        self.start()
-
-    def run(self) -> None:
-        try:
-            self._answer = load_hidden_states(*self._arguments)
-        except BaseException as error:
-            self._answer = error
-
-    def answer(self) -> Any:
-        self.join(PATIENCE_S)
-        assert not self.is_alive(), "the reader waits for ever"
-        if isinstance(self._answer, BaseException):
-            raise self._answer
-        return self._answer
 
 
 @contextlib.contextmanager
@@ -537,7 +514,7 @@ def test_there_is_no_limit_where_files_are_unlimited(
 def test_a_reader_waits_for_its_writer(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lock = SampleLock(path)
     with watched_waits(monkeypatch) as waits:
-        reader = Reader(path)
+        reader = Asking(load_hidden_states, path)
         assert waits.wait(PATIENCE_S)
     write(path)
     lock.release()
@@ -546,7 +523,10 @@ def test_a_reader_waits_for_its_writer(path: str, monkeypatch: pytest.MonkeyPatc
 
 def test_many_readers_get_what_one_writer_brings(path: str) -> None:
     lock = SampleLock(path)
-    readers = [Reader(path, timeout) for timeout in (None, None, PATIENCE_S, PATIENCE_S)]
+    readers = [
+        Asking(load_hidden_states, path, timeout)
+        for timeout in (None, None, PATIENCE_S, PATIENCE_S)
+    ]
     write(path)
     lock.release()
     for reader in readers:
@@ -556,7 +536,7 @@ def test_many_readers_get_what_one_writer_brings(path: str) -> None:
 def test_a_reason_reaches_who_waits(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lock = SampleLock(path)
     with watched_waits(monkeypatch) as waits:
-        reader = Reader(path)
+        reader = Asking(load_hidden_states, path)
         assert waits.wait(PATIENCE_S)
     write_error(path, "r/1", "pool_full", "the whole pool has 3")
     lock.release()
@@ -585,7 +565,7 @@ def test_a_reason_reaches_who_waits_in_a_folder_that_is_removed(
 ) -> None:
     lock = SampleLock(path)
     with watched_waits(monkeypatch) as waits:
-        reader = Reader(path)
+        reader = Asking(load_hidden_states, path)
         assert waits.wait(PATIENCE_S)
     shutil.rmtree(tmp_path)
     with pytest.raises(FileNotFoundError):
@@ -652,7 +632,7 @@ def test_a_killed_writer_is_told_to_who_waits(path: str, monkeypatch: pytest.Mon
         assert writer.stdout.readline() == "locked\n"
         assert writer.stdout.readline() == "writing\n"
         with watched_waits(monkeypatch) as waits:
-            reader = Reader(path)
+            reader = Asking(load_hidden_states, path)
             assert waits.wait(PATIENCE_S)
         writer.send_signal(signal.SIGKILL)
     with pytest.raises(SampleRefusedError) as caught:
@@ -682,7 +662,7 @@ def test_with_a_timeout_a_sample_may_appear_later(
             raise
 
     monkeypatch.setattr(files, "_load", announce)
-    reader = Reader(path, PATIENCE_S)
+    reader = Asking(load_hidden_states, path, PATIENCE_S)
     assert missed.wait(PATIENCE_S)
     write(path)
     assert torch.equal(reader.answer()["hidden_states"], rows_of())
@@ -766,7 +746,7 @@ def test_a_reader_whose_sample_the_next_request_takes_away_waits_for_that_one(
             raise
 
     monkeypatch.setattr(files, "_load", pause)
-    reader = Reader(path)
+    reader = Asking(load_hidden_states, path)
     assert looks.wait(PATIENCE_S)
     lock = SampleLock(path)
     taken_away.set()
@@ -793,7 +773,7 @@ def test_a_reader_of_a_replaced_lock_waits_for_the_new_one(
         return answers[-1]
 
     monkeypatch.setattr(files, "_is_current", pause)
-    reader = Reader(path)
+    reader = Asking(load_hidden_states, path)
     assert met_the_old_one.wait(PATIENCE_S)
     lock = SampleLock(path)  # the next request of that name
     replaced.set()
