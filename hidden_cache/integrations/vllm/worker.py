@@ -412,16 +412,16 @@ class WorkerSide:
         for live in [*reversed(self._live.values()), *(e.live for e in reversed(self._endings))]:
             if live.writer is not None and live is not self._endings[0].live:
                 self._abandon(live)
-                self._behind.pop(live.request_id, None)
                 return
 
     def _refuse_live(self, live: _Live, reason: str, detail: str) -> None:
         live.refusal = (reason, detail)
         self._abandon(live)
-        self._behind.pop(live.request_id, None)
 
     def _abandon(self, live: _Live) -> None:
         """Gives up a request's room. Its rows are taken at its end, if it is not refused."""
+        if self._behind.get(live.request_id) is live:
+            del self._behind[live.request_id]
         if live.writer is not None:
             live.writer.abandon()
             live.writer = None
