@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ import hidden_cache
 from benchmarks.core import memory
 from benchmarks.core.errors import BenchmarkError
 from demo.engine import CHUNK_TOKENS, LAYERS, MAX_MODEL_LEN, STEP_TOKENS
+from demo.terminal import output_to
 
 KV_CACHE_BYTES = 512 << 20
 # Small, so that a run saves several times as much.
@@ -115,7 +114,7 @@ class Engine:
         self._log = folder.with_name(f"{folder.name}.log")
         others = memory.descendants(os.getpid())
         try:
-            with _output_to(self._log):
+            with output_to(self._log):
                 self._llm = _start(kind, model, dtype, folder)
         except Exception as error:
             lines = self._log.read_text(errors="replace").splitlines()
@@ -183,7 +182,7 @@ class Engine:
 
     def stop(self) -> None:
         """Ends its processes."""
-        with _output_to(self._log):
+        with output_to(self._log):
             self._llm.llm_engine.engine_core.shutdown(timeout=5)
 
 
@@ -253,25 +252,3 @@ def _bytes_or_none(pid: int, field: str) -> int:
         return memory.process_bytes(pid, field)
     except (OSError, BenchmarkError):  # it has ended meanwhile
         return 0
-
-
-@contextlib.contextmanager
-def _output_to(log: Path) -> Iterator[None]:
-    """Sends what this process and those it starts print into a file.
-
-    The descriptors themselves are turned, since the engine's processes inherit them.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    kept = [os.dup(1), os.dup(2)]
-    with log.open("ab") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-        try:
-            yield
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            for number, saved in enumerate(kept, start=1):
-                os.dup2(saved, number)
-                os.close(saved)

@@ -69,8 +69,8 @@ class Terminal:
 
 
 @contextlib.contextmanager
-def quiet(log: Path) -> Iterator[Terminal]:
-    """Send everything this process and its children write to `log`, except the terminal's lines.
+def output_to(log: Path) -> Iterator[None]:
+    """Send everything this process and its children write to the end of a file.
 
     The file descriptors themselves are turned, since engine processes inherit them and native code
     writes to them.
@@ -78,19 +78,28 @@ def quiet(log: Path) -> Iterator[Terminal]:
     sys.stdout.flush()
     sys.stderr.flush()
     kept = [os.dup(1), os.dup(2)]
-    with (
-        os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, errors="replace") as screen,
-        log.open("wb") as file,
-    ):
+    with log.open("ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-        # A table wants room; where nobody says how much there is, take what most windows have.
-        width = None if screen.isatty() else 100
         try:
-            yield Terminal(Console(file=screen, width=width))
+            yield
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
             for number, saved in enumerate(kept, start=1):
                 os.dup2(saved, number)
                 os.close(saved)
+
+
+@contextlib.contextmanager
+def quiet(log: Path) -> Iterator[Terminal]:
+    """Send everything this process and its children write to `log`, except the terminal's lines."""
+    log.write_bytes(b"")
+    sys.stdout.flush()
+    with (
+        os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, errors="replace") as screen,
+        output_to(log),
+    ):
+        # A table wants room; where nobody says how much there is, take what most windows have.
+        width = None if screen.isatty() else 100
+        yield Terminal(Console(file=screen, width=width))

@@ -189,8 +189,7 @@ class HiddenStateStore:
             )
         # Nobody could find what has no key.
         chunks = [chunk for chunk in self._to_chunks(token_ids) if chunk.key is not None]
-        before = [chunk for chunk in chunks if chunk.start < token_offset]
-        chunks = chunks[len(before) :]
+        before, chunks = _from_offset(chunks, token_offset)
         if not chunks:
             return 0
         began = time.perf_counter()
@@ -198,9 +197,7 @@ class HiddenStateStore:
         if rows.stride(1) != 1 and rows.size(1) > 1:
             rows = rows.contiguous()
         source = Source(rows[None, None], [0], token_offset, current_stream(rows))
-        writer = RequestWriter(
-            self, "of store_hidden_states", (layer_idx,), before=before[-1] if before else None
-        )
+        writer = RequestWriter(self, "of store_hidden_states", (layer_idx,), before=before)
         whole = chunks[-1].end
         self._waiting(partial(writer._append, source, whole, chunks, fit=True))
         lease = writer.finish()
@@ -247,13 +244,10 @@ class HiddenStateStore:
         chunks = self._to_chunks(chunks_or_token_ids)
         while chunks and chunks[-1].key is None:
             chunks.pop()
-        before = [chunk for chunk in chunks if chunk.start < token_offset]
-        chunks = chunks[len(before) :]
+        before, chunks = _from_offset(chunks, token_offset)
         if not chunks:
             return None
-        writer = RequestWriter(
-            self, "of store_paged", layer_idxs, before=before[-1] if before else None
-        )
+        writer = RequestWriter(self, "of store_paged", layer_idxs, before=before)
         end = chunks[-1].end
         ticket = self._waiting(
             partial(writer.append_paged, paged, block_ids, end, chunks, stream=stream)
@@ -737,6 +731,12 @@ def _num_tokens(token_ids: Sequence[Chunk] | Sequence[int] | torch.Tensor) -> in
     """Of a prefix that is given as token ids or as chunks."""
     last: Any = token_ids[-1] if len(token_ids) > 0 else None
     return last.end if isinstance(last, Chunk) else len(token_ids)
+
+
+def _from_offset(chunks: list[Chunk], token_offset: int) -> tuple[Chunk | None, list[Chunk]]:
+    """The chunks that begin at a token or behind it, and the one before them."""
+    first = sum(chunk.start < token_offset for chunk in chunks)
+    return chunks[first - 1] if first else None, chunks[first:]
 
 
 def _device(device: torch.device | str) -> torch.device:

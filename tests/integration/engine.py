@@ -92,6 +92,12 @@ def generate(
     )
 
 
+def path_of(output: Any) -> str:
+    """Where the sample of an output goes."""
+    path: str = output.kv_transfer_params["hidden_states_path"]
+    return path
+
+
 def stop(llm: Any) -> None:
     """Ends the engine's processes."""
     llm.llm_engine.engine_core.shutdown()

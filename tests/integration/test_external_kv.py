@@ -31,11 +31,6 @@ def tokens(seed: int, count: int) -> list[int]:
     return random.Random(seed).choices(range(encoding.VOCABULARY), k=count)
 
 
-def path_of(output: Any) -> str:
-    path: str = output.kv_transfer_params["hidden_states_path"]
-    return path
-
-
 def together(kv: Path, ours: dict[str, Any], other: dict[str, Any], *, first: bool) -> Any:
     """The `kv_transfer_config` of our connector and another one that keeps KV in a folder."""
     stored = {"shared_storage_path": str(kv)}
@@ -108,20 +103,16 @@ class TestKvThatComesWithItsRows:
             assert output.num_cached_tokens == external
             generated = encoding.expected_output(prompt, 5)
             assert list(output.outputs[0].token_ids) == generated
-            encoding.check_sample(path_of(output), prompt + generated[:-1])
+            encoding.check_sample(engine.path_of(output), prompt + generated[:-1])
 
 
-class TestKvThatComesWithoutItsRows:
-    """A connector that moves only KV, asked first: the rows of what it brings were not computed.
-
-    They are in the pool, or there is a reason instead of a sample; never whatever lies in the
-    engine's blocks.
-    """
+class KvOnly:
+    """An engine beside a connector that moves only KV and is asked first, with little room."""
 
     BLOCK = 32
     CHUNK = 2 * BLOCK
-    POOL_CHUNKS = 12
-    POOL_BYTES = POOL_CHUNKS * CHUNK * len(encoding.LAYER_IDS) * encoding.HIDDEN * 4
+    POOL_BYTES = 12 * CHUNK * len(encoding.LAYER_IDS) * encoding.HIDDEN * 4
+    CACHING = False
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -132,9 +123,18 @@ class TestKvThatComesWithoutItsRows:
             first=False,
             pool=str(cls.POOL_BYTES),
             with_rows=False,
+            caching=cls.CACHING,
             num_gpu_blocks_override=40,
             max_model_len=1024,
         )
+
+
+class TestKvThatComesWithoutItsRows(KvOnly):
+    """A connector that moves only KV, asked first: the rows of what it brings were not computed.
+
+    They are in the pool, or there is a reason instead of a sample; never whatever lies in the
+    engine's blocks.
+    """
 
     def run_others(self, llm: Any, count: int) -> None:
         """Other requests, whose rows then lie in the engine's blocks."""
@@ -146,18 +146,18 @@ class TestKvThatComesWithoutItsRows:
         """The sample's metadata; None where a reason stands in its place."""
         refusal = None
         try:
-            load_hidden_states(path_of(output), timeout=30)
+            load_hidden_states(engine.path_of(output), timeout=30)
         except SampleRefusedError as error:
             refusal = error
         if refusal is None:
-            return encoding.check_sample(path_of(output), prompt)
+            return encoding.check_sample(engine.path_of(output), prompt)
         assert refusal.reason == "foreign_kv"
         return None
 
     def test_without_a_hit_the_rows_are_there(self, llm: Any) -> None:
         prompt = tokens(1, 3 * self.CHUNK + 7)
         (output,) = engine.generate(llm, [prompt])
-        encoding.check_sample(path_of(output), prompt)
+        encoding.check_sample(engine.path_of(output), prompt)
 
     def test_a_prefix_whose_rows_are_all_in_the_pool(self, llm: Any) -> None:
         """The tail behind the last chunk is computed anew."""
@@ -195,29 +195,13 @@ class TestKvThatComesWithoutItsRows:
         longer = prompt + tokens(6, self.CHUNK)  # the KV connector knows whole prompts only
         (output,) = engine.generate(llm, [longer])
         assert output.num_cached_tokens == 0
-        encoding.check_sample(path_of(output), longer)
+        encoding.check_sample(engine.path_of(output), longer)
 
 
-class TestBlocksThatCameWithoutTheirRows:
+class TestBlocksThatCameWithoutTheirRows(KvOnly):
     """With prefix caching on the engine hands them on, as hits of its own."""
 
-    BLOCK = 32
-    CHUNK = 2 * BLOCK
-    POOL_BYTES = 12 * CHUNK * len(encoding.LAYER_IDS) * encoding.HIDDEN * 4
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def llm(cls, start: Start) -> Any:
-        return start(
-            KV_ONLY,
-            block=cls.BLOCK,
-            first=False,
-            pool=str(cls.POOL_BYTES),
-            with_rows=False,
-            caching=True,
-            num_gpu_blocks_override=40,
-            max_model_len=1024,
-        )
+    CACHING = True
 
     def test_nobody_ever_gets_what_lies_in_them(self, llm: Any) -> None:
         prompt = tokens(4, 3 * self.CHUNK + 7)
@@ -230,11 +214,11 @@ class TestBlocksThatCameWithoutTheirRows:
             for one in asked:
                 (output,) = engine.generate(llm, [one])
                 try:
-                    load_hidden_states(path_of(output), timeout=30)
+                    load_hidden_states(engine.path_of(output), timeout=30)
                 except SampleRefusedError as refusal:
                     refused.append(refusal.reason)
                 else:
-                    encoding.check_sample(path_of(output), one)
+                    encoding.check_sample(engine.path_of(output), one)
         assert refused
         assert set(refused) == {"foreign_kv"}
 
@@ -265,7 +249,7 @@ class TestTensorParallel:
         for external in (False, True):
             for prompt, output in zip(prompts, engine.generate(llm, prompts), strict=True):
                 assert (output.num_cached_tokens > 0) == external
-                encoding.check_sample(path_of(output), prompt)
+                encoding.check_sample(engine.path_of(output), prompt)
         deadline = time.monotonic() + 60
         while not llm.reset_prefix_cache():  # refused as long as somebody holds a block
             assert time.monotonic() < deadline, "blocks are held for ever"
@@ -276,4 +260,4 @@ class TestTensorParallel:
         engine.generate(llm, [prompt])
         (output,) = engine.generate(llm, [prompt])
         assert output.num_cached_tokens == 4 * self.BLOCK
-        encoding.check_sample(path_of(output), prompt)
+        encoding.check_sample(engine.path_of(output), prompt)

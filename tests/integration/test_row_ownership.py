@@ -175,11 +175,7 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(samples: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as environment:
-        # Ours, and the engine refuses settings that it does not know.
-        environment.delenv("HSCACHE_REQUESTS", raising=False)
-        environment.delenv("HSCACHE_SEED", raising=False)
-        llm = start(samples, tmp_path_factory.mktemp("model"))
+    llm = start(samples, tmp_path_factory.mktemp("model"))
     yield llm
     engine.stop(llm)
 
@@ -205,7 +201,7 @@ def check_finished(sent: Sent) -> int:
     plan = sent.plan
     generated = encoding.expected_output(plan.prompt, plan.max_tokens)
     assert list(sent.output.outputs[0].token_ids) == generated
-    assert sent.output.kv_transfer_params["hidden_states_path"] == sent.path
+    assert engine.path_of(sent.output) == sent.path
     tokens = plan.prompt + (generated[:-1] if plan.include_output_tokens else [])
     metadata = encoding.check_sample(sent.path, tokens)
     assert not os.path.exists(error_path(sent.path))

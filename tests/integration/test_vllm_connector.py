@@ -35,7 +35,7 @@ def tokens(seed: int, count: int) -> list[int]:
 
 def check(output: Any, *, expected_tokens: list[int] | None = None) -> dict[str, str]:
     """The sample of one output equals what was written down; returns its metadata."""
-    path = output.kv_transfer_params["hidden_states_path"]
+    path = engine.path_of(output)
     sample = load_hidden_states(path, timeout=30)
     prompt = expected_tokens or output.prompt_token_ids
     assert sample["token_ids"].tolist() == prompt
@@ -118,7 +118,7 @@ class TestPrefixCachingAndChunkedPrefill:
         from vllm.distributed.kv_transfer.kv_connector.v1 import example_hidden_states_connector
 
         (output,) = engine.generate(llm, [tokens(12, 200)])
-        path = output.kv_transfer_params["hidden_states_path"]
+        path = engine.path_of(output)
         theirs = example_hidden_states_connector.load_hidden_states(path)
         ours = load_hidden_states(path)
         assert theirs.keys() == ours.keys()
@@ -134,7 +134,7 @@ class TestPrefixCachingAndChunkedPrefill:
         samples.rename(moved)
         try:
             (output,) = engine.generate(llm, [tokens(13, 300)])
-            path = output.kv_transfer_params["hidden_states_path"]
+            path = engine.path_of(output)
             with pytest.raises((FileNotFoundError, TimeoutError)):
                 load_hidden_states(path, timeout=0.5)
         finally:
@@ -197,14 +197,14 @@ class TestPoolUnderPressure:
 
     def test_a_request_larger_than_the_pool_is_refused_with_the_remedy(self, llm: Any) -> None:
         (output,) = engine.generate(llm, [tokens(400, 5 * CHUNK)])
-        path = output.kv_transfer_params["hidden_states_path"]
+        path = engine.path_of(output)
         with pytest.raises(SampleRefusedError, match="hscache_pool_bytes") as refused:
             load_hidden_states(path, timeout=30)
         assert refused.value.reason == "pool_full"
 
     def test_requests_that_fit_one_at_a_time_are_all_served(self, llm: Any) -> None:
         for output in engine.generate(llm, [tokens(410 + n, 3 * CHUNK + 5) for n in range(8)]):
-            path = output.kv_transfer_params["hidden_states_path"]
+            path = engine.path_of(output)
             sample = load_hidden_states(path, timeout=30)
             check_rows(path, sample["hidden_states"])
 

@@ -29,11 +29,6 @@ def tokens(seed: int, count: int) -> list[int]:
     return random.Random(seed).choices(range(engine.VOCABULARY), k=count)
 
 
-def path_of(output: Any) -> str:
-    path: str = output.kv_transfer_params["hidden_states_path"]
-    return path
-
-
 @pytest.fixture(scope="module")
 def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("samples")
@@ -54,8 +49,8 @@ def test_after_a_reset_for_new_weights_old_rows_answer_no_more(llm: Any) -> None
         if epoch == "1" and len(from_pool) == 2:
             assert llm.reset_prefix_cache(reset_connector=True)
         (output,) = engine.generate(llm, [prompt])
-        load_hidden_states(path_of(output), timeout=30)
-        metadata = read_metadata(path_of(output))
+        load_hidden_states(engine.path_of(output), timeout=30)
+        metadata = read_metadata(engine.path_of(output))
         assert metadata["weights_epoch"] == epoch
         from_pool.append(int(metadata["tokens_from_pool"]))
     assert from_pool == [0, 2 * CHUNK, 0, 2 * CHUNK]
