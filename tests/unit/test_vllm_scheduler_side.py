@@ -22,6 +22,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from hidden_cache.integrations.vllm.messages import (
+    Beginning,
     Progress,
     Refusal,
     Rows,
@@ -115,6 +116,11 @@ def schedule(
     return side.build_connector_meta(output)
 
 
+def paths_of(news: StepMetadata) -> dict[str, str]:
+    """Of the requests that begin."""
+    return {name: beginning.path for name, beginning in news.beginnings.items()}
+
+
 def read_up_to(
     side: SchedulerSide, step: int, released: Sequence[str] = (), answered: Sequence[str] = ()
 ) -> None:
@@ -138,7 +144,7 @@ def saved(side: SchedulerSide, request: Request) -> SaveOrder:
     assert held
     assert told == {"hidden_states_path": f"{FOLDER}/r.safetensors"}
     news = schedule(side)
-    assert news.new_paths == {}
+    assert news.beginnings == {}
     (order,) = news.endings
     assert isinstance(order, SaveOrder)
     return order
@@ -261,7 +267,7 @@ def test_a_request_that_was_never_scheduled_is_nobodys(side: SchedulerSide) -> N
     request = make_request(status=RequestStatus.FINISHED_ABORTED, computed=0)
     assert finish(side, request, ([], [])) == (False, None)
     news = schedule(side)
-    assert (news.new_paths, news.endings) == ({}, [])
+    assert (news.beginnings, news.endings) == ({}, [])
 
 
 # Paths
@@ -270,8 +276,10 @@ def test_a_request_that_was_never_scheduled_is_nobodys(side: SchedulerSide) -> N
 def test_a_path_is_announced_when_its_request_is_first_scheduled(side: SchedulerSide) -> None:
     requests = [make_request(request_id=name) for name in ("a", "b")]
     news = schedule(side, *requests)
-    assert news.new_paths == {name: f"{FOLDER}/{name}.safetensors" for name in ("a", "b")}
-    assert schedule(side).new_paths == {}
+    assert news.beginnings == {
+        name: Beginning(f"{FOLDER}/{name}.safetensors", 20) for name in ("a", "b")
+    }
+    assert paths_of(schedule(side)) == {}
 
 
 @pytest.mark.parametrize("request_id", ["../../etc/passwd", "a/b", "..", "x" * 300, "", "é\n"])
@@ -279,7 +287,7 @@ def test_a_path_is_inside_the_folder_whatever_the_id_says(
     side: SchedulerSide, request_id: str
 ) -> None:
     request = make_request(request_id=request_id)
-    (path,) = schedule(side, request).new_paths.values()
+    (path,) = paths_of(schedule(side, request)).values()
     assert os.path.dirname(os.path.realpath(path)) == FOLDER
     assert os.path.basename(path) == sample_name(request_id)
     assert finish(side, request) == (True, {"hidden_states_path": path})
@@ -288,7 +296,7 @@ def test_a_path_is_inside_the_folder_whatever_the_id_says(
 def test_a_resumed_request_that_is_listed_as_new_again_keeps_its_path(side: SchedulerSide) -> None:
     request = make_request()
     schedule(side, request)
-    assert schedule(side, request).new_paths == {}
+    assert paths_of(schedule(side, request)) == {}
     held, told = finish(side, request)
     assert held
     assert told == {"hidden_states_path": f"{FOLDER}/r.safetensors"}
@@ -309,7 +317,7 @@ def test_a_path_that_a_client_chose_is_announced_told_and_ordered(
 ) -> None:
     request = make_request(hidden_states_path=str(tmp_path / "a" / "mine"))
     expected = str(tmp_path / "a" / "mine")
-    assert schedule(choosing, request).new_paths == {"r": expected}
+    assert paths_of(schedule(choosing, request)) == {"r": expected}
     assert finish(choosing, request) == (True, {"hidden_states_path": expected})
     assert schedule(choosing).endings[0].path == expected
 
@@ -318,14 +326,14 @@ def test_a_path_that_a_client_chose_is_ignored_where_that_is_off(
     side: SchedulerSide, tmp_path: Path
 ) -> None:
     request = make_request(hidden_states_path=str(tmp_path / "mine"))
-    assert schedule(side, request).new_paths == {"r": f"{FOLDER}/r.safetensors"}
+    assert paths_of(schedule(side, request)) == {"r": f"{FOLDER}/r.safetensors"}
 
 
 def test_two_live_requests_never_share_a_path(
     choosing: SchedulerSide, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     one, other = (make_request(request_id=n, hidden_states_path="mine") for n in ("one", "other"))
-    assert schedule(choosing, one, other).new_paths == {
+    assert paths_of(schedule(choosing, one, other)) == {
         "one": str(tmp_path / "mine"),
         "other": f"{FOLDER}/other.safetensors",
     }
@@ -333,11 +341,11 @@ def test_two_live_requests_never_share_a_path(
     # Who waits for a sample must not find another's in its place.
     finish(choosing, one)
     early = make_request(request_id="early", hidden_states_path="mine")
-    assert schedule(choosing, early).new_paths == {"early": f"{FOLDER}/early.safetensors"}
+    assert paths_of(schedule(choosing, early)) == {"early": f"{FOLDER}/early.safetensors"}
     progress = Progress(0, {str(tmp_path / "mine")})
     choosing.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=progress))
     again = make_request(request_id="again", hidden_states_path="mine")
-    assert schedule(choosing, again).new_paths == {"again": str(tmp_path / "mine")}
+    assert paths_of(schedule(choosing, again)) == {"again": str(tmp_path / "mine")}
 
 
 def test_an_id_that_comes_again_before_its_sample_is_there_gets_another_path(
@@ -346,7 +354,7 @@ def test_an_id_that_comes_again_before_its_sample_is_there_gets_another_path(
     paths: list[str] = []
     for _ in range(3):
         request = make_request()
-        paths += schedule(side, request).new_paths.values()
+        paths += paths_of(schedule(side, request)).values()
         finish(side, request)
     assert paths == [f"{FOLDER}/{name}.safetensors" for name in ("r", "r-2", "r-3")]
 
@@ -354,7 +362,7 @@ def test_an_id_that_comes_again_before_its_sample_is_there_gets_another_path(
 def test_a_finished_requests_id_may_come_again(side: SchedulerSide) -> None:
     for _ in range(2):
         request = make_request()
-        assert schedule(side, request).new_paths == {"r": f"{FOLDER}/r.safetensors"}
+        assert paths_of(schedule(side, request)) == {"r": f"{FOLDER}/r.safetensors"}
         assert finish(side, request)[0]
         read_up_to(side, -1, ["r"], answered=["r"])
 
@@ -458,7 +466,7 @@ def test_after_a_preemption_rows_are_told_from_the_first_on_with_their_new_block
             news = schedule(side, request, tokens={"r": 16}, blocks=blocks)
         else:
             news = schedule(side, resumed=[request], tokens={"r": 16}, blocks=blocks)
-        assert news.new_paths == {}
+        assert news.beginnings == {}
         rows = news.rows["r"]
         assert (rows.num_tokens, rows.first_token, rows.block_ids) == (16, 0, [30, 31])
         assert rows.chunks == [], "its keys are those that were told"

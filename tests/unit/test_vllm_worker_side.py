@@ -9,7 +9,7 @@ import os
 import resource
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import replace
 from functools import partial
@@ -41,7 +41,13 @@ from tests.unit import make_paged, make_rows
 pytest.importorskip("vllm")
 
 from hidden_cache.integrations.vllm import samples, worker
-from hidden_cache.integrations.vllm.messages import Refusal, Rows, SaveOrder, StepMetadata
+from hidden_cache.integrations.vllm.messages import (
+    Beginning,
+    Refusal,
+    Rows,
+    SaveOrder,
+    StepMetadata,
+)
 from hidden_cache.integrations.vllm.options import ConnectorOptions, EngineShape
 from hidden_cache.integrations.vllm.worker import WorkerSide
 
@@ -118,7 +124,7 @@ class Driver:
 
     def begin(self, *request_ids: str) -> None:
         """A step in which these are scheduled for the first time."""
-        self.step(new_paths={name: self.path(name) for name in request_ids})
+        self.step(begin={name: self.path(name) for name in request_ids})
 
     def step(
         self,
@@ -133,11 +139,13 @@ class Driver:
         self.side.rows_are_there()
         return metadata
 
-    def tell(self, **news: Any) -> StepMetadata:
-        """The news of the next step, which nobody has seen yet."""
+    def tell(self, *, begin: Mapping[str, str] = {}, **news: Any) -> StepMetadata:
+        """The news of the next step, which nobody has seen yet; what begins has a path."""
         self._step += 1
-        lengths = {name: self._lengths.get(name, LENGTH) for name in news.get("new_paths", {})}
-        return StepMetadata(step=self._step, prompt_lengths=lengths, **news)
+        beginnings = {
+            name: Beginning(path, self._lengths.get(name, LENGTH)) for name, path in begin.items()
+        }
+        return StepMetadata(step=self._step, beginnings=beginnings, **news)
 
     def save(self, *orders: SaveOrder) -> None:
         """These requests begin, and finish in the next step."""
@@ -542,7 +550,7 @@ def test_a_folder_that_is_gone_does_not_stop_the_engine(drive: Callable[..., Dri
     driver = drive().own()
     driver.begin("r")
     shutil.rmtree(driver.folder)
-    driver.step(new_paths={"s": driver.path("s")}, saves=[driver.order("r")])
+    driver.step(begin={"s": driver.path("s")}, saves=[driver.order("r")])
     driver.step(saves=[driver.order("s", 1)])
     driver.arrive()
     assert driver.side.reported() == {"r", "s"}
@@ -593,6 +601,87 @@ def test_a_place_that_cannot_be_taken_is_told(drive: Callable[..., Driver], lock
     driver.arrive()
     assert driver.side.reported() == {"r", "other"}
     assert driver.told("r")["reason"] == "write_failed"
+
+
+class Hang:
+    """A folder that answers nobody who wants a place, until it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._answers = threading.Event()
+        self.asked = threading.Semaphore(0)
+        monkeypatch.setattr(samples, "SampleLock", self._take)
+        monkeypatch.setattr(samples, "_PLACE_S", 0.01)
+
+    def _take(self, *arguments: Any) -> SampleLock:
+        self.asked.release()
+        assert self._answers.wait(PATIENCE_S)
+        return SampleLock(*arguments)
+
+    def answer(self) -> None:
+        self._answers.set()
+
+
+@pytest.fixture
+def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hang]:
+    hang = Hang(monkeypatch)
+    yield hang
+    hang.answer()
+
+
+def test_a_folder_that_does_not_answer_does_not_stop_the_engine(
+    drive: Callable[..., Driver], hang: Hang
+) -> None:
+    driver = drive(max_pending=2).own()
+    driver.begin("a")
+    driver.begin("b", "c")
+    driver.begin("d")
+    names = ["a", "b", "c", "d"]
+    driver.step(saves=[driver.order(name, place) for place, name in enumerate(names)])
+    assert driver.side.reported() == set(names), "nothing of them is read"
+    progress = driver.side.progress()
+    assert progress is not None
+    # Only so many wait for the folder to come back. The others get a line in the log.
+    assert progress.answered == {driver.path("d")}
+    hang.answer()
+    for name in names[:3]:
+        reason, detail = driver.refusal(name)
+        assert reason == "write_failed"
+        assert "did not answer within" in detail
+    assert not os.path.exists(lock_path(driver.path("d")))
+    driver.save(driver.order("e", 4))  # behind all that the folder was asked for before
+    progress = driver.side.progress()
+    assert progress is not None
+    assert progress.answered >= {driver.path(name) for name in names[:3]}
+    assert torch.equal(driver.load("e")["hidden_states"], rows_at(4))
+
+
+def test_places_are_taken_while_a_step_is_made_ready(
+    drive: Callable[..., Driver], hang: Hang
+) -> None:
+    driver = drive().own()
+    news = driver.tell(begin={"r": driver.path("r")})
+    driver.side.before_step(news)
+    assert hang.asked.acquire(timeout=PATIENCE_S)
+    hang.answer()
+    driver.side.take_in(news)
+    driver.side.rows_are_there()
+    assert is_locked(driver.path("r"))
+    assert not hang.asked.acquire(timeout=0.0), "it is asked once"
+
+
+def test_an_id_that_comes_again_while_its_place_is_taken_has_both(
+    drive: Callable[..., Driver],
+) -> None:
+    """The second is told of before the step of the first has ended."""
+    driver = drive().own()
+    driver.side.take_in(driver.tell(begin={"r": driver.path("r")}))
+    gone = Refusal("r", driver.path("r"), "aborted", "why")
+    news = driver.tell(begin={"r": driver.path("r-2")}, endings=[gone])
+    driver.side.before_step(news)
+    driver.side.take_in(news)
+    driver.side.rows_are_there()
+    assert driver.refusal("r")[0] == "aborted"
+    assert is_locked(driver.path("r-2"))
 
 
 # Open files
@@ -786,7 +875,7 @@ def test_a_sample_goes_to_the_path_that_its_client_chose(
     root = tmp_path / "root"
     driver = drive(lock=lock, allow_custom_save_path=True, custom_path_root=str(root)).own()
     path = str(root / "a" / "b" / "mine")
-    driver.step(new_paths={"r": path})
+    driver.step(begin={"r": path})
     driver.step(saves=[replace(driver.order("r"), path=path)])
     assert torch.equal(load_hidden_states(path, PATIENCE_S)["hidden_states"], rows_at(0))
 
@@ -800,10 +889,10 @@ def test_a_folder_that_became_a_link_since_is_no_way_out(
     outside.mkdir()
     (outside / "mine").write_text("precious")
     path = str(root / "a" / "mine")
-    driver.step(new_paths={"before": path})
+    driver.step(begin={"before": path})
     shutil.rmtree(root / "a", ignore_errors=True)
     (root / "a").symlink_to(outside)
-    driver.step(saves=[replace(driver.order("before"), path=path)], new_paths={"after": path})
+    driver.step(saves=[replace(driver.order("before"), path=path)], begin={"after": path})
     driver.step(saves=[replace(driver.order("after"), path=path)])
     driver.save(driver.order("other", 1))
     driver.load("other")
@@ -1165,7 +1254,7 @@ def test_a_preemption_waits_for_what_is_read(drive: Callable[..., Driver]) -> No
     told_until(driver, "r", 2, [8])
     told_until(driver, "s", 1, [8])
     news = driver.tell(preempted=["r"])
-    waiting = threading.Thread(target=driver.side.handle_preemptions, args=(news,))
+    waiting = threading.Thread(target=driver.side.before_step, args=(news,))
     waiting.start()
     waiting.join(0.05)
     assert waiting.is_alive()
@@ -1326,7 +1415,7 @@ def test_an_id_may_end_and_begin_again_in_one_step(drive: Callable[..., Driver])
     driver.begin("r")
     path = driver.path("r")
     gone = Refusal("r", path, "aborted", "why")
-    driver.step(refusals=[gone], new_paths={"r": driver.path("r-2")})
+    driver.step(refusals=[gone], begin={"r": driver.path("r-2")})
     driver.step(rows={"r": driver.rows(2, LENGTH)})
     driver.step(saves=[replace(ended(driver, "r", 2), path=driver.path("r-2"))])
     assert torch.equal(driver.load("r-2")["hidden_states"], rows_at(2))

@@ -108,7 +108,7 @@ class HiddenCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert self._worker is not None
         assert isinstance(kv_connector_metadata, StepMetadata)
-        self._worker.handle_preemptions(kv_connector_metadata)
+        self._worker.before_step(kv_connector_metadata)
 
     def wait_for_save(self) -> None:
         assert self._worker is not None

@@ -60,14 +60,21 @@ class Refusal:
     reported: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """A request that is scheduled for the first time: where its sample goes, and its prompt."""
+
+    path: str
+    prompt_tokens: int
+
+
 @dataclass(slots=True)
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """One step's news, for the workers.
 
     Attributes:
         step: tells steps apart: several hooks see the same one.
-        new_paths: of requests that were scheduled for the first time.
-        prompt_lengths: of the same, in tokens.
+        beginnings: of requests that are scheduled for the first time.
         preempted: requests that have lost their blocks, and begin again.
         rows: by request.
         endings: of requests that have finished since the step before.
@@ -75,8 +82,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """
 
     step: int = 0
-    new_paths: dict[str, str] = field(default_factory=dict)
-    prompt_lengths: dict[str, int] = field(default_factory=dict)
+    beginnings: dict[str, Beginning] = field(default_factory=dict)
     preempted: list[str] = field(default_factory=list)
     rows: dict[str, Rows] = field(default_factory=dict)
     endings: list[SaveOrder | Refusal] = field(default_factory=list)

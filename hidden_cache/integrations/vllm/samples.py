@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
@@ -15,12 +15,16 @@ import torch
 
 from hidden_cache.errors import NonFiniteRowsError, TransferError
 from hidden_cache.files import SampleLock, cleanup_hidden_states, write_error, write_sample
-from hidden_cache.integrations.vllm.messages import Refusal, SaveOrder
+from hidden_cache.integrations.vllm.messages import Beginning, Refusal, SaveOrder
 from hidden_cache.integrations.vllm.options import ConnectorOptions, EngineShape
 from hidden_cache.lease import Lease
 
 logger = logging.getLogger(__name__)
 
+# How long the engine's thread waits until requests that begin have their places. Once the folder
+# has not answered for so long, nobody waits any more until it does.
+_PLACE_S = 1.0
+_NO_ANSWER = f"its folder did not answer within {_PLACE_S:g} s: is a network file system gone?"
 # One write at a time, copied together out of the pool: large enough that the call costs nothing,
 # small enough that all writers' buffers together stay far below the pool.
 _WINDOW_BYTES = 4 << 20
@@ -41,7 +45,8 @@ class _Begun:
 class Samples:
     """Answers whoever waits for a request's sample: once, whatever happens.
 
-    Called on the engine's thread; files are written on threads of its own.
+    Called on the engine's thread; what touches files runs on threads of its own, so that a disk
+    that hangs does not hang the engine.
 
     Attributes:
         non_finite_rows: rows with an infinity or a NaN that were met so far, where they are looked
@@ -55,6 +60,11 @@ class Samples:
         self._options = options
         self._most_unwritten = most_unwritten
         self._begun: dict[str, _Begun] = {}
+        # A thread of its own: the writers may all be busy.
+        self._places = ThreadPoolExecutor(1, "hscache-places")
+        # By path; None where the folder is not asked for more, because it does not answer.
+        self._claims: dict[str, Future[_Begun | None] | None] = {}
+        self._late_claims: set[Future[_Begun | None]] = set()  # that nobody waits for any more
         self._threads = ThreadPoolExecutor(options.num_writer_threads, "hscache-writer")
         self._writes: set[Future[None]] = set()
         self._lock = threading.Lock()  # of what follows, and of the writes
@@ -63,20 +73,58 @@ class Samples:
         self.published = 0
         self.refused: dict[str, int] = {}
 
-    def begin(self, request_id: str, path: str) -> bool:
-        """Takes a sample's place, before the client learns of it: so that it finds a lock to wait
-        for, and nothing that an earlier request of that name left.
+    def claim(self, request_id: str, path: str) -> None:
+        """Has a sample's place taken, of a request that is about to begin. `begin` waits for it."""
+        with self._lock:
+            may_ask = len(self._late_claims) < self._most_unwritten
+        self._claims[path] = (
+            self._places.submit(self._take_place, request_id, path) if may_ask else None
+        )
+
+    def begin(self, beginnings: Mapping[str, Beginning]) -> list[str]:
+        """Waits until requests have the places that were claimed, before their clients learn of
+        them: so that they find a lock to wait for, and nothing that an earlier request of that name
+        left.
 
         Returns:
-            False where that cannot be: the request was answered, and there will be no sample.
+            The requests that have no place: they are answered, now or when the folder lets it be,
+            and there will be no sample.
         """
-        if self._take_place(request_id, path):
-            return True
+        claims = {name: self._claims.pop(begun.path) for name, begun in beginnings.items()}
         with self._lock:
-            self._answered.add(path)
-        return False
+            within_s = 0.0 if self._late_claims else _PLACE_S
+        wait([claim for claim in claims.values() if claim is not None], timeout=within_s)
+        lost = []
+        for request_id, claim in claims.items():
+            begun = claim.result() if claim is not None and claim.done() else None
+            if begun is not None:
+                self._begun[request_id] = begun
+                continue
+            lost.append(request_id)
+            path = beginnings[request_id].path
+            if claim is None:
+                logger.error("no sample for request %s: %s", request_id, _NO_ANSWER)
+            elif not claim.done():
+                with self._lock:
+                    self._late_claims.add(claim)
+                claim.add_done_callback(partial(self._refuse_late, request_id, path))
+                continue
+            with self._lock:
+                self._answered.add(path)
+        return lost
 
-    def _take_place(self, request_id: str, path: str) -> bool:
+    # --- on the thread that takes places --------------------------------------------------
+
+    def _refuse_late(self, request_id: str, path: str, claim: Future[_Begun | None]) -> None:
+        """The folder has answered at last; the request has gone on without a sample."""
+        begun = claim.result()
+        if begun is not None:
+            self._refuse(Refusal(request_id, path, "write_failed", _NO_ANSWER), begun.lock)
+        with self._lock:
+            self._late_claims.discard(claim)
+            self._answered.add(path)
+
+    def _take_place(self, request_id: str, path: str) -> _Begun | None:
         lock = None
         root = self._options.root_of(path)
         try:
@@ -87,11 +135,11 @@ class Samples:
         except BlockingIOError:
             # Another request has that path: whatever lies there, now or later, is its own.
             logger.error("no sample for request %s: another writer has %s", request_id, path)
-            return False
-        except OSError as error:
+            return None
+        except Exception as error:  # whatever it is, who waits gets it as the answer
             detail = f"its place could not be taken: {error}"
             self._refuse(Refusal(request_id, path, "write_failed", detail), None)
-            return False
+            return None
         limit = None if lock is None else lock.open_files_limit
         if limit is not None:
             detail = (
@@ -99,9 +147,10 @@ class Samples:
                 "the limit (ulimit -n), or have fewer requests at once (max_num_seqs)"
             )
             self._refuse(Refusal(request_id, path, "too_many_files", detail), lock)
-            return False
-        self._begun[request_id] = _Begun(path, lock)
-        return True
+            return None
+        return _Begun(path, lock)
+
+    # --- on the engine's thread -----------------------------------------------------------
 
     def take_answered(self) -> set[str]:
         """Paths that have their sample or their reason, since the last call."""
@@ -258,18 +307,21 @@ class Samples:
 
     # --- the end --------------------------------------------------------------------------
 
-    def shutdown(self, within_s: float) -> None:
-        """Writes what can be written in so many seconds, refuses the rest. Idempotent.
+    def shutdown(self, give_up: float) -> None:
+        """Writes what can be written until then (`time.monotonic`), refuses the rest. Idempotent.
 
         Requests that are still computed are refused too: nothing of them will come any more.
         """
-        for request_id, begun in self._begun.items():
-            detail = "the engine shut down before its rows were there"
-            self._refuse(Refusal(request_id, begun.path, "shutdown", detail), begun.lock)
-        self._begun.clear()
+        detail = "the engine shut down before its rows were there"
         with self._lock:
             futures = list(self._writes)
-        wait(futures, timeout=within_s)
+        # Not behind the writers, who may be busy until the end.
+        for request_id, begun in self._begun.items():
+            refusal = Refusal(request_id, begun.path, "shutdown", detail)
+            futures.append(self._places.submit(self._refuse, refusal, begun.lock))
+        self._begun.clear()
+        wait(futures, timeout=max(0.0, give_up - time.monotonic()))
+        self._places.shutdown(wait=False)  # what it has left to do is short, if the folder answers
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 

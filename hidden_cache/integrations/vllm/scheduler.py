@@ -10,6 +10,7 @@ from vllm.v1.request import RequestStatus
 
 from hidden_cache.config import HiddenCacheConfig
 from hidden_cache.integrations.vllm.messages import (
+    Beginning,
     Progress,
     Refusal,
     Rows,
@@ -134,8 +135,7 @@ class SchedulerSide:
             request = self._waiting.pop(request_id)
             live = self._live[request_id] = _Live(request, self._choose_path(request))
             self._paths.add(live.path)
-            news.new_paths[request_id] = live.path
-            news.prompt_lengths[request_id] = request.num_prompt_tokens
+            news.beginnings[request_id] = Beginning(live.path, request.num_prompt_tokens)
         live.computed = num_computed_tokens
         local = self._local_hits.pop(request_id, None)
         # Nobody is asked about further turns of a session, whose tokens are there already.

@@ -20,6 +20,7 @@ from hidden_cache.errors import (
     QueueFullError,
 )
 from hidden_cache.integrations.vllm.messages import (
+    Beginning,
     Progress,
     Refusal,
     Rows,
@@ -104,8 +105,9 @@ class WorkerSide:
         self._options = options
         self._config = replace(config, chunk_size=shape.chunker(config).chunk_size)
         self._owned: _Owned | None = None
-        self._seen_step = -1
+        self._seen_step = self._claimed_step = -1
         self._epoch = 0
+        self._beginnings: dict[str, Beginning] = {}  # of the step that runs
         self._rows: dict[str, Rows] = {}  # of the step that runs: to be taken once it has
         self._rows_step = -1
         self._live: dict[str, _Live] = {}
@@ -157,29 +159,33 @@ class WorkerSide:
             return
         for request_id in news.preempted:
             self._lose_blocks(request_id)
-        self._take_rows()  # of a step that had no `rows_are_there`
+        # Of a step that had no `rows_are_there`.
+        self._begin()
+        self._take_rows()
         for ending in news.endings:
             self._end(ending)
         self._work_off()
         if news.weights_epoch != self._epoch:
             self._reset(news.preempted)
             self._epoch = news.weights_epoch
-        for request_id, path in news.new_paths.items():
-            if self._owned.samples.begin(request_id, path):
-                writer = self._owned.store.writer(request_id, self._shape.layer_ids)
-                self._live[request_id] = _Live(request_id, news.prompt_lengths[request_id], writer)
-            else:
-                self._lost.add(request_id)
+        self._claim_places(news)
+        for request_id, beginning in news.beginnings.items():
+            writer = self._owned.store.writer(request_id, self._shape.layer_ids)
+            self._live[request_id] = _Live(request_id, beginning.prompt_tokens, writer)
+        self._beginnings = news.beginnings
         self._rows, self._rows_step = news.rows, news.step
 
     def rows_are_there(self) -> None:
         """The step has run, as far as the stream has it: its rows may be read behind it."""
         if self._owned is not None:
+            self._begin()
             self._take_rows()
             self._work_off()
 
-    def handle_preemptions(self, news: StepMetadata) -> None:
-        """Blocks are about to be taken: sees that nothing of them is read any more."""
+    def before_step(self, news: StepMetadata) -> None:
+        """Has places taken while the step is made ready, and sees that nothing is read any more of
+        blocks that are taken from requests."""
+        self._claim_places(news)
         give_up = time.monotonic() + _PREEMPTION_S
         for _, request_id, ticket in self._reading:
             while request_id in news.preempted and not ticket.ended:
@@ -187,6 +193,21 @@ class WorkerSide:
                     logger.error("rows of request %s are read for too long", request_id)
                     return
                 time.sleep(0.0002)
+
+    def _begin(self) -> None:
+        """Before any of them can finish, and its client learn of its path."""
+        assert self._owned is not None
+        beginnings, self._beginnings = self._beginnings, {}
+        for request_id in self._owned.samples.begin(beginnings) if beginnings else ():
+            self._abandon(self._live.pop(request_id))
+            self._lost.add(request_id)
+
+    def _claim_places(self, news: StepMetadata) -> None:
+        if self._owned is None or news.step == self._claimed_step:
+            return
+        self._claimed_step = news.step
+        for request_id, beginning in news.beginnings.items():
+            self._owned.samples.claim(request_id, beginning.path)
 
     def reported(self) -> set[str]:
         """The held requests whose blocks may be released now; each once."""
@@ -430,9 +451,11 @@ class WorkerSide:
 
     def shutdown(self) -> None:
         """Writes what can be written in a few seconds, refuses the rest. Idempotent."""
-        owned, self._owned = self._owned, None
-        if owned is not None:
-            owned.samples.shutdown(_SHUTDOWN_S)
+        give_up = time.monotonic() + _SHUTDOWN_S
+        if self._owned is not None:
+            self._begin()
+            owned, self._owned = self._owned, None
+            owned.samples.shutdown(give_up)
             owned.store.close()
 
 
