@@ -46,7 +46,7 @@ sanitize: .venv/.ready ## the C++ tests under AddressSanitizer with UBSan, and u
 fuzz: .venv/.ready ## libFuzzer on the copy plan, the same inputs each time; HSCACHE_FUZZ_SECONDS for others
 	@tools/fuzz.sh $${HSCACHE_FUZZ_SECONDS:-same}
 
-soak: $(BUILD) sanitize ## what runs long, over half an hour: hostile seeds, threads, fuzzer, the store; docs/soak.md
+soak: $(BUILD) sanitize ## what runs long, over half an hour: hostile seeds, threads, fuzzer, store, connector; docs/soak.md
 	@tools/soak.sh
 
 wheel: $(BUILD) ## a wheel in dist/

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -100,25 +101,32 @@ class Paged:
 
 
 class LateWriters:
-    """In place of threads: what the writers are given runs when the driver says so, and places are
-    taken at once."""
+    """In place of threads: what they are given runs when the driver says so.
 
-    def __init__(self, _: int, name: str) -> None:
-        self.at_once = name == "hscache-places"
-        self.jobs: list[tuple[Callable[[], None], Future[Any]]] = []
+    The engine's thread waits for places, so these are taken at once, and so is all that the one
+    thread that takes them was given before.
+    """
+
+    def __init__(self, num_threads: int, _: str) -> None:
+        self.in_order = num_threads == 1
+        self.jobs: list[tuple[Callable[[], Any], Future[Any]]] = []
 
     def submit(self, job: Callable[..., Any], *arguments: Any) -> Future[Any]:
         future: Future[Any] = Future()
-        if self.at_once:
-            future.set_result(job(*arguments))
-        else:
-            self.jobs.append((job, future))
+        self.jobs.append((partial(job, *arguments), future))
+        if job.__name__ == "_take_place":
+            self.run_all()
         return future
 
-    def run_one(self, place: int) -> None:
-        job, future = self.jobs.pop(place)
-        job()
-        future.set_result(None)
+    def run_one(self, rng: random.Random) -> None:
+        if self.jobs:
+            job, future = self.jobs.pop(0 if self.in_order else rng.randrange(len(self.jobs)))
+            future.set_result(job())
+
+    def run_all(self) -> None:
+        while self.jobs:
+            job, future = self.jobs.pop(0)
+            future.set_result(job())
 
     def shutdown(self, **_: Any) -> None: ...
 
@@ -387,14 +395,14 @@ class Replay:
             self._write_one()
 
     def _write_one(self) -> None:
-        if self.writers.jobs:
-            self.writers.run_one(self.rng.randrange(len(self.writers.jobs)))
+        self.rng.choice(self.threads).run_one(self.rng)
 
     @property
-    def writers(self) -> Any:
+    def threads(self) -> list[Any]:
         assert self.saver._worker is not None
         assert self.saver._worker._owned is not None
-        return self.saver._worker._owned.samples._threads
+        answering = self.saver._worker._owned.samples
+        return [answering._writers, answering._answers]
 
     # --- the run --------------------------------------------------------------------------
 
@@ -422,8 +430,8 @@ class Replay:
                 self._process(self.in_flight.pop(0))
         else:
             raise FaultError(f"no end: {self.held} held, {list(self.requests)} there")
-        while self.writers.jobs:
-            self.writers.run_one(0)
+        for threads in self.threads:
+            threads.run_all()
         self._check_end()
 
     def _has_work(self) -> bool:

@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
-# What runs long, on the executables of `make sanitize`: HSCACHE_SEEDS seeds of the hostile streams and
+# What runs long. On the executables of `make sanitize`: HSCACHE_SEEDS seeds of the hostile streams and
 # HSCACHE_STRESS_S seconds of threads on one store under either sanitizer, then the fuzzer for
-# HSCACHE_FUZZ_SECONDS; then the store in Python, HSCACHE_EXAMPLES sequences beside its model and as many
-# seconds under threads. The last result stands in docs/soak.md.
+# HSCACHE_FUZZ_SECONDS. In Python: the store, HSCACHE_EXAMPLES sequences beside its model and as many
+# seconds under threads; the connector, HSCACHE_REPLAYS of each order of calls on the fake GPU, and
+# HSCACHE_REQUESTS random requests in a real engine. The last result stands in docs/soak.md.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export HSCACHE_SEEDS=${HSCACHE_SEEDS:-100000} HSCACHE_STRESS_S=${HSCACHE_STRESS_S:-60}
-export HSCACHE_EXAMPLES=${HSCACHE_EXAMPLES:-5000}
+export HSCACHE_EXAMPLES=${HSCACHE_EXAMPLES:-5000} HSCACHE_REQUESTS=${HSCACHE_REQUESTS:-500}
+replays=${HSCACHE_REPLAYS:-5000}
 fuzz_seconds=${HSCACHE_FUZZ_SECONDS:-600}
 rows=()
 status=0
@@ -40,6 +42,10 @@ stage "store beside its model" "$HSCACHE_EXAMPLES sequences" \
   "${pytest[@]}" tests/property/test_store_model.py
 stage "store, 8 threads" "$HSCACHE_STRESS_S s" \
   "${pytest[@]}" tests/unit/test_store_rows.py -k many_threads
+stage "connector replayed on the fake GPU" "$replays seeds of each order" \
+  env HSCACHE_SEEDS="$replays" "${pytest[@]}" tests/unit/test_vllm_replay.py
+stage "connector in a real engine" "$HSCACHE_REQUESTS requests" \
+  "${pytest[@]}" tests/integration/test_row_ownership.py
 
 {
   echo "# The last long run"

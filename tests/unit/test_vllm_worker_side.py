@@ -161,9 +161,10 @@ class Driver:
             engine.drain()
 
     def settle(self) -> None:
-        """Has the writers do all that they have been given."""
+        """Has all threads do what they have been given."""
         assert self.side._owned is not None
         wait(list(self.side._owned.samples._writes), PATIENCE_S)
+        self.side._owned.samples._answers.submit(lambda: None).result(PATIENCE_S)
 
     def load(self, request_id: str) -> dict[str, torch.Tensor]:
         return load_hidden_states(self.path(request_id), timeout=PATIENCE_S)
@@ -1297,6 +1298,21 @@ def test_where_it_is_asked_for_a_request_without_room_is_refused(
     assert driver.side.reported() == {"writing", "r"}
     gate.open()
     assert driver.refusal("r")[0] == "pool_full"
+
+
+def test_where_it_is_asked_for_nobody_waits_for_a_writer(
+    drive: Callable[..., Driver], gate: Gate
+) -> None:
+    driver = drive(max_pending=1, threads=1, when_full="drop").own()
+    driver.save(driver.order("writing", 0))
+    gate.wait_for(1)
+    driver.save(driver.order("r", 1))
+    assert driver.side.reported() == {"writing", "r"}
+    reason, detail = driver.refusal("r")  # while the only writer is busy
+    assert reason == "queue_full"
+    assert detail.startswith("1 finished requests wait for a writer")
+    gate.open()
+    assert torch.equal(driver.load("writing")["hidden_states"], rows_at(0))
 
 
 def test_who_has_ended_gets_the_room_of_who_runs(drive: Callable[..., Driver]) -> None:

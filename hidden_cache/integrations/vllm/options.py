@@ -48,8 +48,8 @@ class ConnectorOptions:
         non_finite: what becomes of a sample with an infinity or a NaN, as `write_sample` takes it.
         publish_deadline_s: a sample that readers can wait for is published within so many seconds
             after its request has finished, or refused. Readers of others wait 10 s.
-        when_full: what a request meets whose rows the pool has no room for now: "block" has it wait
-            for room, "drop" has it refused.
+        when_full: what a request meets whose rows the pool has no room for now, or that no writer
+            has time for: "block" has it wait, "drop" has it refused.
         rows_come_with_kv: another connector beside this one that restores KV restores the layer of
             hidden states with it. Otherwise the rows of what it restores are taken from the pool,
             or the sample is refused.

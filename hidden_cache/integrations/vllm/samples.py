@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
@@ -60,12 +60,12 @@ class Samples:
         self._options = options
         self._most_unwritten = most_unwritten
         self._begun: dict[str, _Begun] = {}
-        # A thread of its own: the writers may all be busy.
-        self._places = ThreadPoolExecutor(1, "hscache-places")
+        # Places and reasons: short work, which does not wait behind the writers'.
+        self._answers = ThreadPoolExecutor(1, "hscache-answers")
         # By path; None where the folder is not asked for more, because it does not answer.
         self._claims: dict[str, Future[_Begun | None] | None] = {}
         self._late_claims: set[Future[_Begun | None]] = set()  # that nobody waits for any more
-        self._threads = ThreadPoolExecutor(options.num_writer_threads, "hscache-writer")
+        self._writers = ThreadPoolExecutor(options.num_writer_threads, "hscache-writer")
         self._writes: set[Future[None]] = set()
         self._lock = threading.Lock()  # of what follows, and of the writes
         self._answered: set[str] = set()
@@ -78,7 +78,7 @@ class Samples:
         with self._lock:
             may_ask = len(self._late_claims) < self._most_unwritten
         self._claims[path] = (
-            self._places.submit(self._take_place, request_id, path) if may_ask else None
+            self._answers.submit(self._take_place, request_id, path) if may_ask else None
         )
 
     def begin(self, beginnings: Mapping[str, Beginning]) -> list[str]:
@@ -109,11 +109,80 @@ class Samples:
                     self._late_claims.add(claim)
                 claim.add_done_callback(partial(self._refuse_late, request_id, path))
                 continue
-            with self._lock:
-                self._answered.add(path)
+            self._note_answered(path)
         return lost
 
-    # --- on the thread that takes places --------------------------------------------------
+    def take_answered(self) -> set[str]:
+        """Paths that have their sample or their reason, since the last call."""
+        with self._lock:
+            found, self._answered = self._answered, set()
+        return found
+
+    def deadline(self) -> float:
+        """By when (`time.monotonic`) the sample of a request that ends now is published or refused:
+        only who waits for a lock gives up."""
+        if not self._options.use_synchronization_lock:
+            return math.inf
+        return time.monotonic() + self._options.publish_deadline_s
+
+    @property
+    def are_behind(self) -> bool:
+        """Whether as many samples are unwritten as may be. More would pile up: requests whose rows
+        are all in the pool pass every other limit."""
+        with self._lock:
+            return len(self._writes) >= self._most_unwritten
+
+    def publish(self, order: SaveOrder, lease: Lease, weights_epoch: int, deadline: float) -> None:
+        """Writes a sample once its rows are there, and releases the lease."""
+        lock = self._lock_of(order.request_id)
+
+        def ended(future: Future[None]) -> None:
+            with self._lock:
+                self._writes.discard(future)
+            if future.cancelled():
+                detail = "the engine shut down before it was written"
+                refusal = Refusal(order.request_id, order.path, "shutdown", detail)
+                self._answers.submit(self._answer, refusal, lock)
+
+        future = self._writers.submit(self._publish, order, lease, weights_epoch, deadline, lock)
+        with self._lock:
+            self._writes.add(future)
+        future.add_done_callback(ended)
+
+    def refuse(self, refusal: Refusal) -> None:
+        """Gives the reason to whoever waits."""
+        self._answers.submit(self._answer, refusal, self._lock_of(refusal.request_id))
+
+    def refuse_late(self, order: SaveOrder) -> None:
+        """Refuses a sample whose deadline has passed."""
+        self.refuse(self._too_late(order))
+
+    def _lock_of(self, request_id: str) -> SampleLock | None:
+        """Of a request that is about to get its answer."""
+        begun = self._begun.pop(request_id, None)
+        return None if begun is None else begun.lock
+
+    def shutdown(self, give_up: float) -> None:
+        """Writes what can be written until then (`time.monotonic`), refuses the rest. Idempotent.
+
+        Requests that are still computed are refused too: nothing of them will come any more.
+        """
+        detail = "the engine shut down before its rows were there"
+        for request_id, begun in list(self._begun.items()):
+            self.refuse(Refusal(request_id, begun.path, "shutdown", detail))
+        with self._lock:
+            writes = list(self._writes)
+        wait(writes, timeout=max(0.0, give_up - time.monotonic()))
+        self._writers.shutdown(wait=False, cancel_futures=True)
+        # What is left of these is short, where the folder answers; where it does not, nothing
+        # could be said there anyway, and the locks end with the process.
+        self._answers.shutdown(wait=False)
+
+    def _note_answered(self, path: str) -> None:
+        with self._lock:
+            self._answered.add(path)
+
+    # --- on the thread for answers ------------------------------------------------------------
 
     def _refuse_late(self, request_id: str, path: str, claim: Future[_Begun | None]) -> None:
         """The folder has answered at last; the request has gone on without a sample."""
@@ -122,7 +191,7 @@ class Samples:
             self._refuse(Refusal(request_id, path, "write_failed", _NO_ANSWER), begun.lock)
         with self._lock:
             self._late_claims.discard(claim)
-            self._answered.add(path)
+        self._note_answered(path)
 
     def _take_place(self, request_id: str, path: str) -> _Begun | None:
         lock = None
@@ -150,72 +219,37 @@ class Samples:
             return None
         return _Begun(path, lock)
 
-    # --- on the engine's thread -----------------------------------------------------------
+    def _answer(self, refusal: Refusal, lock: SampleLock | None) -> None:
+        self._refuse(refusal, lock)
+        self._note_answered(refusal.path)
 
-    def take_answered(self) -> set[str]:
-        """Paths that have their sample or their reason, since the last call."""
+    def _refuse(self, refusal: Refusal, lock: SampleLock | None) -> None:
+        """On any of the threads; the lock, where there is one, is released."""
+        # A client that went away is no fault of the engine.
+        level = logging.INFO if refusal.reason == "aborted" else logging.ERROR
+        logger.log(
+            level,
+            "no sample for request %s: %s: %s",
+            refusal.request_id,
+            refusal.reason,
+            refusal.detail,
+        )
         with self._lock:
-            found, self._answered = self._answered, set()
-        return found
-
-    def deadline(self) -> float:
-        """By when (`time.monotonic`) the sample of a request that ends now is published or refused:
-        only who waits for a lock gives up."""
-        if not self._options.use_synchronization_lock:
-            return math.inf
-        return time.monotonic() + self._options.publish_deadline_s
-
-    @property
-    def are_behind(self) -> bool:
-        """Whether as many samples are unwritten as may be. More would pile up: requests whose rows
-        are all in the pool pass every other limit."""
-        with self._lock:
-            return len(self._writes) >= self._most_unwritten
-
-    def publish(self, order: SaveOrder, lease: Lease, weights_epoch: int, deadline: float) -> None:
-        """Writes a sample once its rows are there, and releases the lease."""
-        self._submit(order, partial(self._write, order, lease, weights_epoch, deadline))
-
-    def refuse(self, refusal: Refusal) -> None:
-        self._submit(refusal, partial(self._refuse, refusal))
-
-    def refuse_late(self, order: SaveOrder) -> None:
-        """Refuses a sample whose deadline has passed."""
-        self.refuse(self._too_late(order))
+            self.refused[refusal.reason] = self.refused.get(refusal.reason, 0) + 1
+        answer = refusal.request_id, refusal.reason, refusal.detail
+        try:
+            if lock is None:
+                root = self._options.root_of(refusal.path)
+                write_error(refusal.path, *answer, root=root)
+            else:
+                lock.refuse(*answer)
+        except Exception as error:
+            # Who waits for the lock learns it from there.
+            logger.error("the reason could not be written to %s.error: %s", refusal.path, error)
 
     # --- on the writers' threads ----------------------------------------------------------
 
-    def _submit(
-        self, request: SaveOrder | Refusal, work: Callable[[SampleLock | None], None]
-    ) -> None:
-        """Has a writer do the work, and lets go of the request's lock whatever becomes of it."""
-        begun = self._begun.pop(request.request_id, None)
-        lock = None if begun is None else begun.lock
-
-        def run() -> None:
-            try:
-                work(lock)
-            except Exception:
-                logger.exception("the sample of request %s is lost", request.request_id)
-            finally:
-                if lock is not None:
-                    lock.release()
-
-        def ended(future: Future[None]) -> None:
-            with self._lock:
-                self._writes.discard(future)
-                self._answered.add(request.path)
-            if future.cancelled():  # by shutdown, and run() with it
-                self._refuse(request if isinstance(request, Refusal) else _shut_down(request), lock)
-                if lock is not None:
-                    lock.release()
-
-        future = self._threads.submit(run)
-        with self._lock:
-            self._writes.add(future)
-        future.add_done_callback(ended)
-
-    def _write(
+    def _publish(
         self,
         order: SaveOrder,
         lease: Lease,
@@ -223,6 +257,22 @@ class Samples:
         deadline: float,
         lock: SampleLock | None,
     ) -> None:
+        try:
+            refusal = self._write(order, lease, weights_epoch, deadline)
+            if refusal is not None:
+                self._refuse(refusal, lock)
+        except Exception:
+            logger.exception("the sample of request %s is lost", order.request_id)
+        finally:
+            if lock is not None:
+                lock.release()
+            self._note_answered(order.path)
+
+    def _write(
+        self, order: SaveOrder, lease: Lease, weights_epoch: int, deadline: float
+    ) -> Refusal | None:
+        """Publishes a sample; the reason, where there is none."""
+
         def give_up() -> None:
             if time.monotonic() >= deadline:
                 raise _TooLateError
@@ -230,7 +280,6 @@ class Samples:
         def refuse(reason: str, error: Exception) -> Refusal:
             return Refusal(order.request_id, order.path, reason, str(error))
 
-        refusal = None
         try:
             if not lease.wait(None if deadline == math.inf else deadline - time.monotonic()):
                 raise _TooLateError
@@ -256,20 +305,19 @@ class Samples:
             with self._lock:
                 self.published += 1
                 self.non_finite_rows += written.non_finite_rows
+            return None
         except _TooLateError:
-            refusal = self._too_late(order)
+            return self._too_late(order)
         except NonFiniteRowsError as error:
             with self._lock:
                 self.non_finite_rows += error.rows
-            refusal = refuse("non_finite", error)
+            return refuse("non_finite", error)
         except TransferError as error:
-            refusal = refuse("transfer_failed", error)
+            return refuse("transfer_failed", error)
         except Exception as error:  # whatever it is, who waits gets it as the answer
-            refusal = refuse("write_failed", error)
+            return refuse("write_failed", error)
         finally:
             lease.release()
-        if refusal is not None:
-            self._refuse(refusal, lock)
 
     def _too_late(self, order: SaveOrder) -> Refusal:
         return Refusal(
@@ -280,55 +328,6 @@ class Samples:
             "had finished: write to a faster disk, or set hscache_publish_deadline_s higher where "
             "readers wait longer",
         )
-
-    def _refuse(self, refusal: Refusal, lock: SampleLock | None) -> None:
-        """On any thread; the lock, where there is one, is released."""
-        # A client that went away is no fault of the engine.
-        level = logging.INFO if refusal.reason == "aborted" else logging.ERROR
-        logger.log(
-            level,
-            "no sample for request %s: %s: %s",
-            refusal.request_id,
-            refusal.reason,
-            refusal.detail,
-        )
-        with self._lock:
-            self.refused[refusal.reason] = self.refused.get(refusal.reason, 0) + 1
-        answer = refusal.request_id, refusal.reason, refusal.detail
-        try:
-            if lock is None:
-                root = self._options.root_of(refusal.path)
-                write_error(refusal.path, *answer, root=root)
-            else:
-                lock.refuse(*answer)
-        except OSError as error:
-            # Who waits for the lock learns it from there.
-            logger.error("the reason could not be written to %s.error: %s", refusal.path, error)
-
-    # --- the end --------------------------------------------------------------------------
-
-    def shutdown(self, give_up: float) -> None:
-        """Writes what can be written until then (`time.monotonic`), refuses the rest. Idempotent.
-
-        Requests that are still computed are refused too: nothing of them will come any more.
-        """
-        detail = "the engine shut down before its rows were there"
-        with self._lock:
-            futures = list(self._writes)
-        # Not behind the writers, who may be busy until the end.
-        for request_id, begun in self._begun.items():
-            refusal = Refusal(request_id, begun.path, "shutdown", detail)
-            futures.append(self._places.submit(self._refuse, refusal, begun.lock))
-        self._begun.clear()
-        wait(futures, timeout=max(0.0, give_up - time.monotonic()))
-        self._places.shutdown(wait=False)  # what it has left to do is short, if the folder answers
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-
-def _shut_down(order: SaveOrder) -> Refusal:
-    return Refusal(
-        order.request_id, order.path, "shutdown", "the engine shut down before it was written"
-    )
 
 
 def _windows(lease: Lease) -> Iterator[torch.Tensor]:

@@ -331,14 +331,25 @@ class WorkerSide:
             if ending.deadline <= time.monotonic():
                 self._abandon(live)
                 owned.samples.refuse_late(ending.order)
-            elif owned.samples.are_behind:
-                return
-            elif is_blocked and live.is_behind and live.refusal is None:
+                self._done(ending)
                 continue
-            elif not self._publish(ending):
+            if live.refusal is None and owned.samples.are_behind:
+                if self._options.when_full == "block":
+                    continue
+                self._refuse_live(live, "queue_full", self._behind_detail())
+            if is_blocked and live.is_behind and live.refusal is None:
+                continue
+            if self._publish(ending):
+                self._done(ending)
+            else:
                 is_blocked = True
-                continue
-            self._done(ending)
+
+    def _behind_detail(self) -> str:
+        return (
+            f"{self._config.max_pending} finished requests wait for a writer, as many as may: "
+            "write to a faster disk, or set hscache_max_pending higher, or hscache_when_full to "
+            "block"
+        )
 
     def _done(self, ending: _Ending) -> None:
         """It has its answer: its blocks are reported once nothing of them is read."""
