@@ -53,7 +53,10 @@ class CMakeBuild(build_ext):  # type: ignore[misc]
     """Runs CMake once and lays its products beside the Python files."""
 
     def build_extension(self, ext: Extension) -> None:
-        import pybind11
+        try:
+            import pybind11
+        except ImportError:
+            raise SystemExit("pybind11 was not found: pip install pybind11") from None
 
         # Not setuptools' temporary folder: what was compiled is kept for the next build.
         build = ROOT / "build" / f"{sys.implementation.cache_tag}-{sysconfig.get_platform()}"

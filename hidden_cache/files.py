@@ -215,8 +215,8 @@ def write_sample(
             infinity or a NaN. "refuse": it is not published; "mark": it is, and metadata has their
             number as `non_finite_rows`; "allow": nobody looks.
         give_up: called before each piece and before publishing; what it raises ends the write.
-        root: no link below this folder is followed and no file made outside it, missing folders
-            below it are made; `path` must be free of links (`os.path.realpath`).
+        root: a folder that `path` begins with: no link below it is followed and no file made
+            outside it, missing folders below it are made.
 
     Raises:
         ValueError: pieces or token ids that do not make up the shape, a dtype that a sample does

@@ -41,9 +41,9 @@ def folder_of(path: str, root: str | None = None) -> Iterator[tuple[int, str]]:
     """The folder of `path`, held open, and the name in it.
 
     Args:
-        path: a file's; with `root` without links, as `os.path.realpath` gives it.
-        root: no link below it is followed, and missing folders below it are made. A link that was
-            put there since `path` was chosen is an error, not a way out.
+        path: a file's.
+        root: a folder that `path` begins with. No link below it is followed, whenever it was put
+            there: it is an error, not a way out. Missing folders below it are made.
 
     Raises:
         OSError: no such folder, or none below `root`.
@@ -51,12 +51,11 @@ def folder_of(path: str, root: str | None = None) -> Iterator[tuple[int, str]]:
     folder, name = os.path.split(path)
     parts: list[str] = []
     if root is not None:
-        top = os.path.realpath(root)
-        inside = os.path.relpath(folder, top)
+        inside = os.path.relpath(folder, root)
         parts = [] if inside == "." else inside.split(os.sep)
         if os.pardir in parts:
             raise PermissionError(errno.EACCES, f"outside {root}", path)
-        folder = top
+        folder = root
     fd = os.open(folder or os.curdir, _FOLDER)
     try:
         for part in parts:

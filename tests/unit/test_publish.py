@@ -430,6 +430,6 @@ def test_a_path_outside_the_root_is_refused(path: str, tmp_path: Path) -> None:
 def test_a_root_that_is_a_link_itself_is_the_folder_it_means(tmp_path: Path) -> None:
     (tmp_path / "root").mkdir()
     (tmp_path / "link").symlink_to("root")
-    with published(str(tmp_path / "root" / "file"), str(tmp_path / "link")):
+    with published(str(tmp_path / "link" / "file"), str(tmp_path / "link")):
         pass
     assert os.listdir(tmp_path / "root") == ["file"]

@@ -608,3 +608,31 @@ def test_after_a_reset_keys_are_others_and_rows_are_told_from_the_first_on(
     assert news.weights_epoch == 1
     assert news.rows["r"].first_token == 0
     assert keys_of(news.rows["r"]) == keys_up_to(2, epoch=1)
+
+
+def test_a_hit_of_a_part_of_a_block_is_not_foreign(side: SchedulerSide) -> None:
+    request = make_request(20, computed=12)
+    side.whole_hit = lambda _: 12
+    side.local_hit(request, 8)
+    assert schedule(side, request, tokens={"r": 8}).rows["r"].foreign is None
+
+
+def test_what_is_more_than_the_whole_hit_is_foreign_from_a_whole_block_on(
+    side: SchedulerSide,
+) -> None:
+    """A longer hit elsewhere takes the place of the part of a block."""
+    request = make_request(20, computed=16)
+    side.whole_hit = lambda _: 12
+    side.local_hit(request, 8)
+    assert schedule(side, request, tokens={"r": 4}).rows["r"].foreign == (8, 16)
+
+
+def test_a_path_is_nobody_elses_while_its_request_lives(
+    choosing: SchedulerSide, tmp_path: Path
+) -> None:
+    one, other = (make_request(request_id=n, hidden_states_path="mine") for n in ("one", "other"))
+    schedule(choosing, one)
+    # It was refused at its beginning, and will be told its path when it ends.
+    progress = Progress(0, {str(tmp_path / "mine")})
+    choosing.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=progress))
+    assert paths_of(schedule(choosing, other)) == {"other": f"{FOLDER}/other.safetensors"}

@@ -9,6 +9,7 @@ import os
 import resource
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import replace
@@ -164,7 +165,11 @@ class Driver:
         """Has all threads do what they have been given."""
         assert self.side._owned is not None
         wait(list(self.side._owned.samples._writes), PATIENCE_S)
-        self.side._owned.samples._answers.submit(lambda: None).result(PATIENCE_S)
+        self.settle_reasons()
+
+    def settle_reasons(self) -> None:
+        """Has all reasons be written that there are."""
+        self.samples._reasons.submit(lambda: None).result(PATIENCE_S)
 
     def load(self, request_id: str) -> dict[str, torch.Tensor]:
         return load_hidden_states(self.path(request_id), timeout=PATIENCE_S)
@@ -621,6 +626,9 @@ class Hang:
     def answer(self) -> None:
         self._answers.set()
 
+    def hang(self) -> None:
+        self._answers.clear()
+
 
 @pytest.fixture
 def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hang]:
@@ -630,9 +638,10 @@ def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hang]:
 
 
 def test_a_folder_that_does_not_answer_does_not_stop_the_engine(
-    drive: Callable[..., Driver], hang: Hang
+    drive: Callable[..., Driver], hang: Hang, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    driver = drive(max_pending=2).own()
+    monkeypatch.setattr(samples, "_MOST_LATE", 2)
+    driver = drive().own()
     driver.begin("a")
     driver.begin("b", "c")
     driver.begin("d")
@@ -647,13 +656,52 @@ def test_a_folder_that_does_not_answer_does_not_stop_the_engine(
     for name in names[:3]:
         reason, detail = driver.refusal(name)
         assert reason == "write_failed"
-        assert "did not answer within" in detail
+        assert "did not answer in time" in detail
     assert not os.path.exists(lock_path(driver.path("d")))
     driver.save(driver.order("e", 4))  # behind all that the folder was asked for before
     progress = driver.side.progress()
     assert progress is not None
     assert progress.answered >= {driver.path(name) for name in names[:3]}
     assert torch.equal(driver.load("e")["hidden_states"], rows_at(4))
+
+
+def test_a_slow_folder_is_waited_for_as_long_as_it_answers(
+    drive: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All together they take longer than one may, as a burst on a network file system does."""
+
+    def slow(*arguments: Any) -> SampleLock:
+        time.sleep(0.02)
+        return SampleLock(*arguments)
+
+    monkeypatch.setattr(samples, "SampleLock", slow)
+    monkeypatch.setattr(samples, "_PLACE_S", 0.5)
+    driver = drive().own()
+    names = [f"r{i}" for i in range(150)]
+    driver.begin(*names)
+    assert driver.side._lost == set()
+    assert all(is_locked(driver.path(name)) for name in names)
+
+
+def test_a_folder_that_answers_again_is_waited_for_again(
+    drive: Callable[..., Driver], hang: Hang
+) -> None:
+    driver = drive().own()
+    driver.begin("a")
+    hang.answer()
+    driver.refusal("a")
+    driver.begin("b")
+    assert is_locked(driver.path("b"))
+
+
+def test_reasons_do_not_wait_for_places(drive: Callable[..., Driver], hang: Hang) -> None:
+    driver = drive().own()
+    hang.answer()
+    driver.begin("ends")
+    hang.hang()
+    driver.begin("waits")
+    driver.step(refusals=[Refusal("ends", driver.path("ends"), "aborted", "why")])
+    assert driver.refusal("ends") == ("aborted", "why")
 
 
 def test_places_are_taken_while_a_step_is_made_ready(
@@ -797,6 +845,35 @@ def test_a_sample_that_is_late_when_its_turn_comes_is_refused(
     assert "set hscache_publish_deadline_s higher" in detail
     driver.save(driver.order("next", 2))
     assert torch.equal(driver.load("next")["hidden_states"], rows_at(2))
+
+
+def test_a_sample_that_no_writer_has_time_for_is_refused_in_time(
+    drive: Callable[..., Driver], gate: Gate
+) -> None:
+    """Whatever the writers wait for, and whether or not the engine goes on."""
+    driver = drive(threads=1, pool_bytes=12 * SLOT_BYTES, publish_deadline_s=0.1).own()
+    driver.save(driver.order("busy", 0))
+    gate.wait_for(1)
+    driver.save(driver.order("late", 1))
+    assert driver.refusal("late")[0] == "deadline"
+    driver.settle_reasons()
+    driver.begin("next")
+    driver.step(rows={"next": driver.rows(2, LENGTH)})  # finds the room that it had
+    assert not driver.side._behind
+    assert driver.side._live["next"].writer is not None
+
+
+def test_a_deadline_counts_from_when_the_step_is_made_ready(
+    drive: Callable[..., Driver], clock: Clock
+) -> None:
+    """That is before the next forward pass, which may take seconds."""
+    driver = drive(publish_deadline_s=8.0).own()
+    driver.begin("r")
+    news = driver.tell(endings=[driver.order("r")])
+    driver.side.before_step(news)
+    clock.now += 8
+    driver.side.take_in(news)
+    assert driver.refusal("r")[0] == "deadline"
 
 
 @pytest.mark.parametrize("pieces_before", [1, 2, 3])
@@ -1424,6 +1501,33 @@ def test_a_reset_by_somebody_else_ends_no_engine(drive: Callable[..., Driver]) -
     assert driver.refusal("r")[0] == "transfer_failed"
     driver.save(driver.order("next", 1))
     assert torch.equal(driver.load("next")["hidden_states"], rows_at(1))
+
+
+def test_a_reset_by_somebody_else_when_all_rows_are_there_ends_no_engine(
+    drive: Callable[..., Driver],
+) -> None:
+    driver = drive().own()
+    told_until(driver, "r", 2, [LENGTH])
+    assert driver.side._owned is not None
+    driver.side._owned.store.reset()
+    driver.step(saves=[ended(driver, "r", 2)])
+    assert driver.refusal("r")[0] == "reset"
+    driver.arrive()
+    assert driver.side.reported() == {"r"}
+
+
+def test_a_store_that_somebody_else_has_closed_ends_no_engine(
+    drive: Callable[..., Driver],
+) -> None:
+    driver = drive().own()
+    driver.begin("r")
+    assert driver.side._owned is not None
+    driver.side._owned.store.close()
+    driver.step(begin={"s": driver.path("s")}, rows={"r": driver.rows(2, 8)})
+    driver.step(saves=[ended(driver, "r", 2, begin=8), driver.order("s", 1)])
+    assert driver.side.reported() == {"r", "s"}
+    for name in ("r", "s"):
+        assert driver.refusal(name)[0] == "transfer_failed"
 
 
 def test_an_id_may_end_and_begin_again_in_one_step(drive: Callable[..., Driver]) -> None:

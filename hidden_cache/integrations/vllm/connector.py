@@ -24,13 +24,14 @@ from hidden_cache.integrations.vllm.options import (
     ConnectorOptions,
     EngineShape,
     check_vllm_version,
+    warn_of_unknown_keys,
 )
 from hidden_cache.integrations.vllm.scheduler import SchedulerSide
 from hidden_cache.integrations.vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -55,6 +56,7 @@ class HiddenCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     ) -> None:
         """Raises ConfigError for an engine or options that it cannot work with."""
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        _log_as_vllm_does()
         extra = self._kv_transfer_config.kv_connector_extra_config
         config = HiddenCacheConfig.from_extra_config(extra)
         check_vllm_version(config.allow_untested)
@@ -62,11 +64,23 @@ class HiddenCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             raise ConfigError(
                 "hscache_enabled is false: leave the connector out of kv_transfer_config instead"
             )
+        if config.layers is not None:
+            raise ConfigError(
+                f"hscache_layers is {list(config.layers)}, but here the engine's own setting says "
+                "which layers: set eagle_aux_hidden_state_layer_ids instead"
+            )
         shape = EngineShape.of(vllm_config, kv_cache_config)
         options = ConnectorOptions.from_extra_config(extra)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
+            warn_of_unknown_keys(extra)
+            logger.info(
+                "hidden states of layers %s go to %s, through a pool of %d MiB",
+                ", ".join(map(str, shape.layer_ids)),
+                options.shared_storage_path,
+                config.pool_bytes >> 20,
+            )
             if not envs.VLLM_ENABLE_V1_MULTIPROCESSING:
                 logger.warning(
                     "VLLM_ENABLE_V1_MULTIPROCESSING is 0: the engine stops with its last output, "
@@ -138,6 +152,15 @@ class HiddenCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
 
     # --- scheduler ------------------------------------------------------------------------
 
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        assert self._scheduler is not None
+        if kv_cache_manager.coordinator.enable_partial_hash_hits:
+            # Connectors are told of a hit in whole blocks only.
+            self._scheduler.whole_hit = lambda request: kv_cache_manager.get_computed_blocks(
+                request
+            )[1]
+
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
@@ -189,3 +212,13 @@ class HiddenCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         A request only: any strides are served.
         """
         return "LBNHC"
+
+
+def _log_as_vllm_does() -> None:
+    """vLLM sets up its own loggers only: what others say lacks time and place, or is lost."""
+    ours, theirs = logging.getLogger("hidden_cache"), logging.getLogger("vllm")
+    if ours.hasHandlers():  # the user has set up logging
+        return
+    for handler in theirs.handlers:
+        ours.addHandler(handler)
+    ours.setLevel(theirs.level)

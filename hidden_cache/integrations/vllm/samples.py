@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,13 +21,17 @@ from hidden_cache.lease import Lease
 
 logger = logging.getLogger(__name__)
 
-# How long the engine's thread waits until requests that begin have their places. Once the folder
-# has not answered for so long, nobody waits any more until it does.
-_PLACE_S = 1.0
-_NO_ANSWER = f"its folder did not answer within {_PLACE_S:g} s: is a network file system gone?"
+# The engine's thread waits until requests that begin have their places; it goes on without them
+# where none was taken for so long, or after so long for all that begin in one step.
+_PLACE_S, _PLACES_S = 1.0, 4.0
+_NO_ANSWER = "its folder did not answer in time: is a network file system gone?"
+# Requests that may wait for a folder to come back, to be answered then.
+_MOST_LATE = 10_000
 # One write at a time, copied together out of the pool: large enough that the call costs nothing,
 # small enough that all writers' buffers together stay far below the pool.
 _WINDOW_BYTES = 4 << 20
+# A network file system takes its time for each place, and takes several at once.
+_PLACE_THREADS = 4
 
 
 class _TooLateError(Exception):
@@ -51,7 +55,6 @@ class Samples:
     Attributes:
         non_finite_rows: rows with an infinity or a NaN that were met so far, where they are looked
             for.
-        published, refused: how many there were; the latter by reason.
     """
 
     def __init__(self, shape: EngineShape, options: ConnectorOptions, most_unwritten: int) -> None:
@@ -60,25 +63,26 @@ class Samples:
         self._options = options
         self._most_unwritten = most_unwritten
         self._begun: dict[str, _Begun] = {}
-        # Places and reasons: short work, which does not wait behind the writers'.
-        self._answers = ThreadPoolExecutor(1, "hscache-answers")
         # By path; None where the folder is not asked for more, because it does not answer.
         self._claims: dict[str, Future[_Begun | None] | None] = {}
-        self._late_claims: set[Future[_Begun | None]] = set()  # that nobody waits for any more
+        self._is_stuck = False  # no late claim has ended since `begin` gave up
+        # Each kind of work has its own threads: none waits behind a longer one, or one that hangs.
+        self._places = ThreadPoolExecutor(_PLACE_THREADS, "hscache-place")
+        self._reasons = ThreadPoolExecutor(1, "hscache-reason")
         self._writers = ThreadPoolExecutor(options.num_writer_threads, "hscache-writer")
+        self._deadlines = ThreadPoolExecutor(1, "hscache-deadline")
+        self._lock = threading.Lock()  # of what follows
+        self._late_claims: set[Future[_Begun | None]] = set()  # that nobody waits for any more
         self._writes: set[Future[None]] = set()
-        self._lock = threading.Lock()  # of what follows, and of the writes
         self._answered: set[str] = set()
         self.non_finite_rows = 0
-        self.published = 0
-        self.refused: dict[str, int] = {}
 
     def claim(self, request_id: str, path: str) -> None:
         """Has a sample's place taken, of a request that is about to begin. `begin` waits for it."""
         with self._lock:
-            may_ask = len(self._late_claims) < self._most_unwritten
+            may_ask = len(self._late_claims) < _MOST_LATE
         self._claims[path] = (
-            self._answers.submit(self._take_place, request_id, path) if may_ask else None
+            self._places.submit(self._take_place, request_id, path) if may_ask else None
         )
 
     def begin(self, beginnings: Mapping[str, Beginning]) -> list[str]:
@@ -91,9 +95,7 @@ class Samples:
             and there will be no sample.
         """
         claims = {name: self._claims.pop(begun.path) for name, begun in beginnings.items()}
-        with self._lock:
-            within_s = 0.0 if self._late_claims else _PLACE_S
-        wait([claim for claim in claims.values() if claim is not None], timeout=within_s)
+        self._await({claim for claim in claims.values() if claim is not None})
         lost = []
         for request_id, claim in claims.items():
             begun = claim.result() if claim is not None and claim.done() else None
@@ -107,10 +109,26 @@ class Samples:
             elif not claim.done():
                 with self._lock:
                     self._late_claims.add(claim)
-                claim.add_done_callback(partial(self._refuse_late, request_id, path))
+                claim.add_done_callback(partial(self._answer_late, request_id, path))
                 continue
             self._note_answered(path)
         return lost
+
+    def _await(self, claims: set[Future[_Begun | None]]) -> None:
+        """Waits until these have ended, or no claim ends any more."""
+        give_up = time.monotonic() + _PLACES_S
+        pending = {claim for claim in claims if not claim.done()}
+        while pending:
+            with self._lock:
+                late = {claim for claim in self._late_claims if not claim.done()}
+            within_s = 0.0 if self._is_stuck else min(_PLACE_S, give_up - time.monotonic())
+            # Those that are late come first, and show as well that the folder answers.
+            ended, _ = wait(pending | late, max(0.0, within_s), FIRST_COMPLETED)
+            pending -= ended
+            if not ended:
+                self._is_stuck = True
+            if not ended or time.monotonic() >= give_up:
+                return
 
     def take_answered(self) -> set[str]:
         """Paths that have their sample or their reason, since the last call."""
@@ -118,12 +136,12 @@ class Samples:
             found, self._answered = self._answered, set()
         return found
 
-    def deadline(self) -> float:
-        """By when (`time.monotonic`) the sample of a request that ends now is published or refused:
-        only who waits for a lock gives up."""
+    def deadline(self, ended: float) -> float:
+        """By when (`time.monotonic`) the sample of a request that ended then is published or
+        refused: only who waits for a lock gives up."""
         if not self._options.use_synchronization_lock:
             return math.inf
-        return time.monotonic() + self._options.publish_deadline_s
+        return ended + self._options.publish_deadline_s
 
     @property
     def are_behind(self) -> bool:
@@ -140,18 +158,23 @@ class Samples:
             with self._lock:
                 self._writes.discard(future)
             if future.cancelled():
-                detail = "the engine shut down before it was written"
-                refusal = Refusal(order.request_id, order.path, "shutdown", detail)
-                self._answers.submit(self._answer, refusal, lock)
+                lease.release()
+                refusal = self._too_late(order)
+                if time.monotonic() < deadline:
+                    detail = "the engine shut down before it was written"
+                    refusal = Refusal(order.request_id, order.path, "shutdown", detail)
+                self._reasons.submit(self._answer, refusal, lock)
 
         future = self._writers.submit(self._publish, order, lease, weights_epoch, deadline, lock)
         with self._lock:
             self._writes.add(future)
         future.add_done_callback(ended)
+        if deadline != math.inf:
+            self._deadlines.submit(self._cancel_late, future, deadline)
 
     def refuse(self, refusal: Refusal) -> None:
         """Gives the reason to whoever waits."""
-        self._answers.submit(self._answer, refusal, self._lock_of(refusal.request_id))
+        self._reasons.submit(self._answer, refusal, self._lock_of(refusal.request_id))
 
     def refuse_late(self, order: SaveOrder) -> None:
         """Refuses a sample whose deadline has passed."""
@@ -174,15 +197,28 @@ class Samples:
             writes = list(self._writes)
         wait(writes, timeout=max(0.0, give_up - time.monotonic()))
         self._writers.shutdown(wait=False, cancel_futures=True)
+        self._deadlines.shutdown(wait=False, cancel_futures=True)
         # What is left of these is short, where the folder answers; where it does not, nothing
         # could be said there anyway, and the locks end with the process.
-        self._answers.shutdown(wait=False)
+        self._places.shutdown(wait=False)
+        self._reasons.shutdown(wait=False)
 
     def _note_answered(self, path: str) -> None:
         with self._lock:
             self._answered.add(path)
 
-    # --- on the thread for answers ------------------------------------------------------------
+    # --- on threads for short work --------------------------------------------------------
+
+    def _cancel_late(self, write: Future[None], deadline: float) -> None:
+        """A sample that no writer has begun with by then is refused: they may all hang. Samples
+        are given in the order of their deadlines."""
+        wait([write], max(0.0, deadline - time.monotonic()))
+        write.cancel()
+
+    def _answer_late(self, request_id: str, path: str, claim: Future[_Begun | None]) -> None:
+        self._is_stuck = False
+        # The reason is written on another thread: this one may be the engine's.
+        self._reasons.submit(self._refuse_late, request_id, path, claim)
 
     def _refuse_late(self, request_id: str, path: str, claim: Future[_Begun | None]) -> None:
         """The folder has answered at last; the request has gone on without a sample."""
@@ -234,8 +270,6 @@ class Samples:
             refusal.reason,
             refusal.detail,
         )
-        with self._lock:
-            self.refused[refusal.reason] = self.refused.get(refusal.reason, 0) + 1
         answer = refusal.request_id, refusal.reason, refusal.detail
         try:
             if lock is None:
@@ -303,7 +337,6 @@ class Samples:
                 root=self._options.root_of(order.path),
             )
             with self._lock:
-                self.published += 1
                 self.non_finite_rows += written.non_finite_rows
             return None
         except _TooLateError:

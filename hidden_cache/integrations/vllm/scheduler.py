@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ class _Live:
     """A request that was scheduled at least once and has not finished.
 
     Attributes:
+        with_outputs: rows of output tokens are wanted too.
         told: rows `[0, told)` were told to the workers, with their blocks.
         computed: tokens that were there when it was scheduled, at first or after a preemption.
         chunks_told: chunks, likewise; they outlive a preemption.
@@ -44,16 +46,12 @@ class _Live:
 
     request: Request
     path: str
+    with_outputs: bool
     told: int = 0
     computed: int = 0
     chunks_told: int = 0
     foreign: tuple[int, int] | None = None
     last_step: int = -1
-
-    @property
-    def with_outputs(self) -> bool:
-        params = self.request.kv_transfer_params or {}
-        return bool(params.get("include_output_tokens", False))
 
 
 class SchedulerSide:
@@ -68,7 +66,10 @@ class SchedulerSide:
         self._epoch = 0
         self._chunker = shape.chunker(config)
         self._waiting: dict[str, Request] = {}  # not scheduled yet
-        self._local_hits: dict[str, int] = {}  # tokens, when last asked
+        # Tokens, when last asked: in whole blocks of the scheduler's, and all.
+        self._local_hits: dict[str, tuple[int, int]] = {}
+        # Where the engine's prefix cache has parts of such blocks: all tokens of a request's hit.
+        self.whole_hit: Callable[[Request], int] | None = None
         self._live: dict[str, _Live] = {}
         self._held: set[str] = set()  # finished, blocks not yet released
         # Of our group: blocks whose KV came from elsewhere without rows. They may serve others as
@@ -93,7 +94,8 @@ class SchedulerSide:
         `has_pending_block_frees`, and a runner may write to them before any hook of the worker.
         Until nothing is read there any more no request gets blocks.
         """
-        self._local_hits[request.request_id] = num_computed_tokens
+        whole = num_computed_tokens if self.whole_hit is None else self.whole_hit(request)
+        self._local_hits[request.request_id] = num_computed_tokens, whole
         lost = [
             live.last_step
             for live in self._live.values()
@@ -133,13 +135,18 @@ class SchedulerSide:
         live = self._live.get(request_id)
         if live is None:
             request = self._waiting.pop(request_id)
-            live = self._live[request_id] = _Live(request, self._choose_path(request))
+            outputs = self._options.wants_outputs(request_id, request.kv_transfer_params)
+            live = _Live(request, self._choose_path(request), outputs)
+            self._live[request_id] = live
             self._paths.add(live.path)
             news.beginnings[request_id] = Beginning(live.path, request.num_prompt_tokens)
         live.computed = num_computed_tokens
-        local = self._local_hits.pop(request_id, None)
+        hits = self._local_hits.pop(request_id, None)
         # Nobody is asked about further turns of a session, whose tokens are there already.
-        if local is not None and not self._options.rows_come_with_kv:
+        if hits is not None and not self._options.rows_come_with_kv:
+            # What comes from elsewhere is more than the whole hit, and begins at a whole block.
+            in_blocks, whole = hits
+            local = whole if num_computed_tokens <= whole else in_blocks
             table = self._table(request_id, scheduled)
             live.foreign = self._foreign(table, local, num_computed_tokens)
 
@@ -165,10 +172,11 @@ class SchedulerSide:
         return [] if block_ids is None else list(block_ids[self._shape.group_id])
 
     def _choose_path(self, request: Request) -> str:
-        """A path that nobody who waits for another sample was told."""
+        """A path that nobody who waits for another sample was told, or will be."""
         path = self._options.sample_path(request.request_id, request.kv_transfer_params)
         name, count = request.request_id, 1
-        while path in self._paths:
+        taken_paths = self._paths | {live.path for live in self._live.values()}
+        while path in taken_paths:
             taken, count = path, count + 1
             path = self._options.sample_path(name, None)
             name = f"{request.request_id}-{count}"

@@ -59,7 +59,7 @@ class _Live:
 
     request_id: str
     prompt: int
-    writer: RequestWriter | None
+    writer: RequestWriter | None = None
     table: list[int] = field(default_factory=list)
     num_tokens: int = 0
     told_step: int = -1
@@ -106,6 +106,7 @@ class WorkerSide:
         self._config = replace(config, chunk_size=shape.chunker(config).chunk_size)
         self._owned: _Owned | None = None
         self._seen_step = self._claimed_step = -1
+        self._step_began = 0.0  # when its news came (`time.monotonic`)
         self._epoch = 0
         self._beginnings: dict[str, Beginning] = {}  # of the step that runs
         self._rows: dict[str, Rows] = {}  # of the step that runs: to be taken once it has
@@ -157,6 +158,7 @@ class WorkerSide:
         if self._owned is None:
             self._reportable.update(e.request_id for e in news.endings if e.reported)
             return
+        self._claim_places(news)
         for request_id in news.preempted:
             self._lose_blocks(request_id)
         # Of a step that had no `rows_are_there`.
@@ -168,10 +170,9 @@ class WorkerSide:
         if news.weights_epoch != self._epoch:
             self._reset(news.preempted)
             self._epoch = news.weights_epoch
-        self._claim_places(news)
         for request_id, beginning in news.beginnings.items():
-            writer = self._owned.store.writer(request_id, self._shape.layer_ids)
-            self._live[request_id] = _Live(request_id, beginning.prompt_tokens, writer)
+            self._live[request_id] = live = _Live(request_id, beginning.prompt_tokens)
+            self._open_writer(live)
         self._beginnings = news.beginnings
         self._rows, self._rows_step = news.rows, news.step
 
@@ -202,10 +203,19 @@ class WorkerSide:
             self._abandon(self._live.pop(request_id))
             self._lost.add(request_id)
 
+    def _open_writer(self, live: _Live) -> None:
+        """For a request that is not refused; refuses it where others have closed the store."""
+        assert self._owned is not None
+        try:
+            live.writer = self._owned.store.writer(live.request_id, self._shape.layer_ids)
+        except HiddenCacheError as error:
+            self._refuse_live(live, "transfer_failed", str(error))
+
     def _claim_places(self, news: StepMetadata) -> None:
         if self._owned is None or news.step == self._claimed_step:
             return
         self._claimed_step = news.step
+        self._step_began = time.monotonic()
         for request_id, beginning in news.beginnings.items():
             self._owned.samples.claim(request_id, beginning.path)
 
@@ -246,16 +256,15 @@ class WorkerSide:
     def _reset(self, preempted: Collection[str]) -> None:
         """Rows of before answer nobody any more, but for those who have them all already."""
         assert self._owned is not None
-        store = self._owned.store
         complete = [e for e in self._endings if e.live.refusal is None and not e.live.is_behind]
         for ending in complete:
             self._publish(ending)
             self._done(ending)
-        store.reset()
+        self._owned.store.reset()
         for live in [*self._live.values(), *(ending.live for ending in self._endings)]:
             if live.request_id in preempted and live.request_id in self._live:
                 self._abandon(live)
-                live.writer = store.writer(live.request_id, self._shape.layer_ids)
+                self._open_writer(live)
                 live.chunks = []
             else:
                 detail = (
@@ -285,7 +294,7 @@ class WorkerSide:
             return
         if ending.rows is not None:
             self._learn(live, ending.rows, self._seen_step)
-        self._endings.append(_Ending(ending, live, samples.deadline()))
+        self._endings.append(_Ending(ending, live, samples.deadline(self._step_began)))
 
     def _learn(self, live: _Live, rows: Rows, step: int) -> None:
         first = rows.first_token // self._shape.block_size
@@ -361,10 +370,10 @@ class WorkerSide:
         """Takes what is missing and has the sample written, or refused; False where there is no
         room now."""
         assert self._owned is not None
-        live, order, store = ending.live, ending.order, self._owned.store
+        live, order = ending.live, ending.order
+        if live.writer is None and live.refusal is None:
+            self._open_writer(live)
         try:
-            if live.writer is None and live.refusal is None:
-                live.writer = store.writer(order.request_id, self._shape.layer_ids)
             # Also where there are none: so that it is known what they would be.
             if live.writer is not None and (live.is_behind or order.num_tokens == 0):
                 self._take(live, live.writer)
@@ -379,12 +388,16 @@ class WorkerSide:
         if live.writer is not None and live.writer.num_tokens != order.num_tokens:
             there = live.writer.num_tokens
             self._refuse_live(live, "incomplete", f"{there} of {order.num_tokens} rows were told")
-        if live.writer is None:
-            assert live.refusal is not None
-            self._owned.samples.refuse(_refusal_of(order, *live.refusal))
-        else:
-            lease = live.writer.finish()
-            self._owned.samples.publish(order, lease, self._epoch, ending.deadline)
+        if live.writer is not None:
+            try:
+                lease = live.writer.finish()
+            except HiddenCacheError as error:  # others have reset or closed the store
+                self._refuse_live(live, "reset", str(error))
+            else:
+                self._owned.samples.publish(order, lease, self._epoch, ending.deadline)
+                return True
+        assert live.refusal is not None
+        self._owned.samples.refuse(_refusal_of(order, *live.refusal))
         return True
 
     def _take(self, live: _Live, writer: RequestWriter) -> None:
