@@ -636,3 +636,12 @@ def test_a_path_is_nobody_elses_while_its_request_lives(
     progress = Progress(0, {str(tmp_path / "mine")})
     choosing.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=progress))
     assert paths_of(schedule(choosing, other)) == {"other": f"{FOLDER}/other.safetensors"}
+
+
+def test_who_waits_without_blocks_when_all_is_reset_begins_anew(side: SchedulerSide) -> None:
+    request = begun(20)
+    schedule(side, request, tokens={"r": 16})
+    request.status = RequestStatus.PREEMPTED
+    schedule(side, preempted=["r"])
+    side.reset_cache()
+    assert schedule(side).preempted == ["r"]

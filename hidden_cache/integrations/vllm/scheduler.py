@@ -307,3 +307,6 @@ class SchedulerSide:
         self._chunker = self._shape.chunker(self._config, self._epoch)
         for live in self._live.values():
             live.told = live.chunks_told = 0
+            if live.request.status == RequestStatus.PREEMPTED:
+                # It has no rows of before. The workers were told so, if it was not just now.
+                self._next.preempted.append(live.request.request_id)
