@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 PREFIX = "hscache_"
 # Environment names that are no settings: of the build, the drop-in and the tests.
-_RESERVED = ("BUILD_", "LMCACHE", "SEED", "FUZZ_", "STRESS_", "REQUESTS", "EXAMPLES")
+_RESERVED = ("BUILD_", "LMCACHE", "SEED", "FUZZ_", "STRESS_", "REQUESTS", "REPLAYS", "EXAMPLES")
 # The environment's name for LMCache's settings file.
 _LMCACHE_FILE = "LMCACHE_CONFIG_FILE"
 # What a setting that is a word may be.

@@ -84,7 +84,7 @@ class RequestWriter:
         self._kind: _Kind | None = None
         self._paged: torch.Tensor | None = None  # that was checked
         self._in_flight: list[_native.Ticket] = []  # those that failed too
-        # When rows were rewound: none of it may be in flight when others take their place.
+        # Of rows that were rewound: nothing of them may be in flight when others take their place.
         self._before: list[_native.Ticket] = []
         self._ended = False
         self._epoch = store.weights_epoch
@@ -207,7 +207,9 @@ class RequestWriter:
             )
         with self._store._guard():
             self._check_usable()
-            self._before = [ticket for ticket in self._in_flight if not ticket.ended]
+            # A chunk that is everybody's by now is not written again.
+            own = [chunk for chunk in self._chunks if chunk.slots and chunk.end > num_tokens]
+            self._before += [t for chunk in own for t in chunk.tickets if not t.ended]
             self.num_tokens = num_tokens
 
     # --- the end --------------------------------------------------------------------------

@@ -70,7 +70,11 @@ def start(model: Path, samples: Path, **changes: Any) -> Any:
         },
         **changes,
     }
-    return LLM(**arguments)
+    llm = LLM(**arguments)
+    # vLLM 0.32's attention ends the process on a processor with AMX, unless a matrix product of
+    # some size came first and asked the kernel for the tiles.
+    generate(llm, [[1] * 64])
+    return llm
 
 
 def generate(

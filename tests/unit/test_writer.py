@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
 
+from hidden_cache import _native
 from hidden_cache.config import HiddenCacheConfig
 from hidden_cache.errors import HiddenCacheError, PoolFullError, QueueFullError, TransferError
 from hidden_cache.keys import Chunk, TokenChunker
@@ -38,6 +40,13 @@ def store() -> Iterator[HiddenStateStore]:
     store = make_store()
     yield store
     store.close()
+
+
+@pytest.fixture
+def _still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transfers stay pending until their engine is drained."""
+    engine = partial(_native.TransferEngine, threaded=False)
+    monkeypatch.setattr(_native, "TransferEngine", engine)
 
 
 def rows_for(tokens: int, first: int = 0) -> torch.Tensor:
@@ -235,15 +244,8 @@ def test_rows_of_another_kind_never_stand_for_a_requests_own() -> None:
     assert not out[4:].any(), "nothing is written behind what was asked for"
 
 
-def test_a_layer_that_another_is_still_bringing_does_not_stand_for_a_requests_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from hidden_cache import _native
-
-    make = _native.TransferEngine
-    monkeypatch.setattr(
-        _native, "TransferEngine", lambda **options: make(**options, threaded=False)
-    )
+@pytest.mark.usefixtures("_still")
+def test_a_layer_that_another_is_still_bringing_does_not_stand_for_a_requests_own() -> None:
     store = make_store()
     chunks = chunks_of(TOKENS[:4])
     rows = rows_for(4)
@@ -351,13 +353,22 @@ def test_no_room_takes_nothing() -> None:
     store.close()
 
 
-def test_a_full_queue_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hidden_cache import _native
+@pytest.mark.usefixtures("_still")
+def test_a_rewind_into_what_is_everybodys_waits_for_nothing() -> None:
+    store = make_store(max_pending=1)
+    rows = rows_for(18)
+    writer = store.writer("a", LAYERS)
+    writer.append(rows[:4], chunks_of(TOKENS))
+    writer.rewind(2)
+    assert writer.append(rows[2:4]) is None, "they are on their way"
+    writer.abandon()
+    for engine in store._storage.engines.values():
+        engine.drain()
+    store.close()
 
-    make = _native.TransferEngine
-    monkeypatch.setattr(
-        _native, "TransferEngine", lambda **options: make(**options, threaded=False)
-    )
+
+@pytest.mark.usefixtures("_still")
+def test_a_full_queue_takes_nothing() -> None:
     store = make_store(max_pending=1)
     rows = rows_for(18)
     writer = store.writer("a", LAYERS)
@@ -380,16 +391,9 @@ def test_a_full_queue_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     store.close()
 
 
+@pytest.mark.usefixtures("_still")
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_chunk_is_whole_when_the_transfers_of_all_its_steps_are_done(
-    failing: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from hidden_cache import _native
-
-    make = _native.TransferEngine
-    monkeypatch.setattr(
-        _native, "TransferEngine", lambda **options: make(**options, threaded=False)
-    )
+def test_a_chunk_is_whole_when_the_transfers_of_all_its_steps_are_done(failing: int) -> None:
     store = make_store()
     writer = store.writer("a", LAYERS)
     append(writer, rows_for(4), 3, chunks_of(TOKENS[:4]))

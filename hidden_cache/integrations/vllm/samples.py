@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 
 import torch
 
@@ -72,7 +73,8 @@ class Samples:
         self._writers = ThreadPoolExecutor(options.num_writer_threads, "hscache-writer")
         self._deadlines = ThreadPoolExecutor(1, "hscache-deadline")
         self._lock = threading.Lock()  # of what follows
-        self._late_claims: set[Future[_Begun | None]] = set()  # that nobody waits for any more
+        # That nobody waits for any more, in their order.
+        self._late_claims: dict[Future[_Begun | None], None] = {}
         self._writes: set[Future[None]] = set()
         self._answered: set[str] = set()
         self.non_finite_rows = 0
@@ -108,7 +110,7 @@ class Samples:
                 logger.error("no sample for request %s: %s", request_id, _NO_ANSWER)
             elif not claim.done():
                 with self._lock:
-                    self._late_claims.add(claim)
+                    self._late_claims[claim] = None
                 claim.add_done_callback(partial(self._answer_late, request_id, path))
                 continue
             self._note_answered(path)
@@ -118,12 +120,13 @@ class Samples:
         """Waits until these have ended, or no claim ends any more."""
         give_up = time.monotonic() + _PLACES_S
         pending = {claim for claim in claims if not claim.done()}
-        while pending:
+        while pending and not self._is_stuck:
             with self._lock:
-                late = {claim for claim in self._late_claims if not claim.done()}
-            within_s = 0.0 if self._is_stuck else min(_PLACE_S, give_up - time.monotonic())
-            # Those that are late come first, and show as well that the folder answers.
-            ended, _ = wait(pending | late, max(0.0, within_s), FIRST_COMPLETED)
+                late = (claim for claim in self._late_claims if not claim.done())
+                # Those that are worked on show as well that the folder answers.
+                ahead = set(islice(late, _PLACE_THREADS))
+            within_s = min(_PLACE_S, give_up - time.monotonic())
+            ended, _ = wait(pending | ahead, max(0.0, within_s), FIRST_COMPLETED)
             pending -= ended
             if not ended:
                 self._is_stuck = True
@@ -217,8 +220,11 @@ class Samples:
 
     def _answer_late(self, request_id: str, path: str, claim: Future[_Begun | None]) -> None:
         self._is_stuck = False
-        # The reason is written on another thread: this one may be the engine's.
-        self._reasons.submit(self._refuse_late, request_id, path, claim)
+        try:
+            # The reason is written on another thread: this one may be the engine's.
+            self._reasons.submit(self._refuse_late, request_id, path, claim)
+        except RuntimeError:  # it was shut down
+            self._refuse_late(request_id, path, claim)
 
     def _refuse_late(self, request_id: str, path: str, claim: Future[_Begun | None]) -> None:
         """The folder has answered at last; the request has gone on without a sample."""
@@ -226,7 +232,7 @@ class Samples:
         if begun is not None:
             self._refuse(Refusal(request_id, path, "write_failed", _NO_ANSWER), begun.lock)
         with self._lock:
-            self._late_claims.discard(claim)
+            self._late_claims.pop(claim, None)
         self._note_answered(path)
 
     def _take_place(self, request_id: str, path: str) -> _Begun | None:
