@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from hidden_cache import cleanup_hidden_states, load_hidden_states
+
 LAYER_IDS = (0, 1, 3, 4)
 VOCABULARY = 512
 
@@ -73,7 +75,9 @@ def start(model: Path, samples: Path, **changes: Any) -> Any:
     llm = LLM(**arguments)
     # vLLM 0.32's attention ends the process on a processor with AMX, unless a matrix product of
     # some size came first and asked the kernel for the tiles.
-    generate(llm, [[1] * 64])
+    (output,) = generate(llm, [[1] * 64])
+    load_hidden_states(path_of(output), timeout=30)
+    cleanup_hidden_states(path_of(output))
     return llm
 
 
