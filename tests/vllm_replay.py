@@ -38,7 +38,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from hidden_cache import formats, index, results, storage, store, writer
 from hidden_cache import lease as leases
-from hidden_cache.integrations.vllm import samples, worker
+from hidden_cache.integrations.vllm import places, samples, worker
 from hidden_cache.integrations.vllm.connector import HiddenCacheConnector
 from hidden_cache.integrations.vllm.options import EngineShape
 from hidden_cache.lease import Lease
@@ -106,22 +106,20 @@ class LateWriters:
     The engine's thread waits for places, so these are taken at once.
     """
 
-    def __init__(self, num_threads: int, name: str) -> None:
-        self.in_order = num_threads == 1
-        self.watches = name == "hscache-deadline"  # the clock stands still
+    def __init__(self, _: int, name: str) -> None:
+        self.at_once = name == "hscache-place"
         self.jobs: list[tuple[Callable[[], Any], Future[Any]]] = []
 
     def submit(self, job: Callable[..., Any], *arguments: Any) -> Future[Any]:
         future: Future[Any] = Future()
-        if not self.watches:
-            self.jobs.append((partial(job, *arguments), future))
-        if job.__name__ == "_take_place":
+        self.jobs.append((partial(job, *arguments), future))
+        if self.at_once:
             self.run_all()
         return future
 
     def run_one(self, rng: random.Random) -> None:
         if self.jobs:
-            job, future = self.jobs.pop(0 if self.in_order else rng.randrange(len(self.jobs)))
+            job, future = self.jobs.pop(rng.randrange(len(self.jobs)))
             future.set_result(job())
 
     def run_all(self) -> None:
@@ -141,14 +139,16 @@ def on_fake(native: ModuleType) -> Iterator[None]:
         patch.setattr(formats, "Element", native.Element)
         patch.setattr(EngineShape, "of", lambda *_: Replay.now.shape)
         patch.setattr(samples, "ThreadPoolExecutor", LateWriters)
+        patch.setattr(places, "ThreadPoolExecutor", LateWriters)
         patch.setattr(samples, "write_sample", lambda *a, **k: Replay.now.sample_written(*a, **k))
         patch.setattr(samples, "write_error", lambda *a, **k: Replay.now.refused(*a, **k))
-        patch.setattr(samples, "cleanup_hidden_states", lambda *_, **__: None)
+        patch.setattr(places, "cleanup_hidden_states", lambda *_, **__: None)
         for module in (storage, store, writer):
             patch.setattr(module, "current_stream", lambda *_: Replay.now.stream)
         clock = SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda _: Replay.now.poll())
         patch.setattr(worker, "time", clock)
         patch.setattr(samples, "time", clock)
+        patch.setattr(places, "time", clock)
         wait = Lease.wait
 
         def wait_by_polling(lease: Lease, timeout_s: float | None = None) -> bool:
@@ -450,7 +450,6 @@ class Replay:
             side._held,
             side._endings,
             side._live,
-            side._lost,
             side._reportable,
             side._behind,
             self.held,
@@ -479,7 +478,7 @@ class Replay:
         assert self.saver._worker is not None
         owned = self.saver._worker._owned
         assert owned is not None
-        owned.samples._writes.clear()
+        owned.samples._queue.clear()
         owned.samples._begun.clear()
         self.saver.shutdown()
         gone = weakref.ref(owned.store._storage)

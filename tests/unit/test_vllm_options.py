@@ -242,6 +242,30 @@ def test_no_file_is_touched_to_choose_a_path(
             custom.sample_path("r", {"hidden_states_path": wanted})
 
 
+@pytest.mark.parametrize("wanted", ["", ".", "/", "//"])
+def test_the_root_itself_is_no_sample(wanted: str, tmp_path: Path) -> None:
+    for root in ("/", str(tmp_path)):
+        options = ConnectorOptions("/data", allow_custom_save_path=True, custom_path_root=root)
+        found = options.sample_path("r", {"hidden_states_path": wanted})
+        assert found == "/data/r.safetensors"
+
+
+def test_each_path_is_one_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that two requests never have one file."""
+    monkeypatch.chdir(tmp_path)
+    extra = {
+        "shared_storage_path": "samples//x/.",
+        "allow_custom_save_path": True,
+        "hscache_custom_path_root": "//" + str(tmp_path)[1:],
+    }
+    options = ConnectorOptions.from_extra_config(extra)
+    default = options.sample_path("r", None)
+    assert default == f"{tmp_path}/samples/x/r.safetensors"
+    for wanted in ("samples/x/r", f"{tmp_path}/samples/./x//r", f"/{tmp_path}/samples/x/r"):
+        chosen = options.sample_path("other", {"hidden_states_path": wanted})
+        assert chosen == f"{tmp_path}/samples/x/r"
+
+
 def test_the_root_may_be_everything(tmp_path: Path) -> None:
     options = ConnectorOptions("/data", allow_custom_save_path=True, custom_path_root="/")
     wanted = str(tmp_path / "x")
@@ -268,6 +292,9 @@ def test_the_root_may_be_everything(tmp_path: Path) -> None:
         (".hscache-0123456789abcdef.tmp", "its name"),
         ("x" * 250, "its name"),
         ("é" * 125, "its name"),
+        ("y.lock/x", "its name"),
+        ("y.safetensors/x", "its name"),
+        ("y" * 300 + "/x", "its name"),
         (7, "no text"),
         (["x"], "no text"),
         ({"a": "b"}, "no text"),

@@ -100,7 +100,7 @@ def started_while_lost_blocks_are_read(patch: pytest.MonkeyPatch) -> None:
 
 def preemptions_do_not_wait(patch: pytest.MonkeyPatch) -> None:
     started_while_lost_blocks_are_read(patch)
-    patch.setattr(WorkerSide, "before_step", lambda *_: None)
+    patch.setattr(WorkerSide, "handle_preemptions", lambda *_: None)
 
 
 def refused_while_read(patch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ from tests.unit import make_paged, make_rows
 
 pytest.importorskip("vllm")
 
-from hidden_cache.integrations.vllm import samples, worker
+from hidden_cache.integrations.vllm import places, samples, worker
 from hidden_cache.integrations.vllm.messages import (
     Beginning,
     Refusal,
@@ -164,12 +164,17 @@ class Driver:
     def settle(self) -> None:
         """Has all threads do what they have been given."""
         assert self.side._owned is not None
-        wait(list(self.side._owned.samples._writes), PATIENCE_S)
+        answering = self.samples
+        with answering._idle:
+            assert answering._idle.wait_for(
+                lambda: not answering._queue and not answering._num_writing, PATIENCE_S
+            )
         self.settle_reasons()
 
     def settle_reasons(self) -> None:
         """Has all reasons be written that there are."""
-        self.samples._reasons.submit(lambda: None).result(PATIENCE_S)
+        together = threading.Barrier(samples._REASON_THREADS)
+        wait([self.samples._reasons.submit(together.wait) for _ in range(together.parties)])
 
     def load(self, request_id: str) -> dict[str, torch.Tensor]:
         return load_hidden_states(self.path(request_id), timeout=PATIENCE_S)
@@ -615,13 +620,20 @@ class Hang:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._answers = threading.Event()
         self.asked = threading.Semaphore(0)
-        monkeypatch.setattr(samples, "SampleLock", self._take)
-        monkeypatch.setattr(samples, "_PLACE_S", 0.01)
+        monkeypatch.setattr(places, "SampleLock", self._take)
+        monkeypatch.setattr(places, "_PLACE_S", 0.01)
 
     def _take(self, *arguments: Any) -> SampleLock:
         self.asked.release()
         assert self._answers.wait(PATIENCE_S)
         return SampleLock(*arguments)
+
+    def begin(self, driver: Driver, name: str) -> None:
+        """A request begins, for which a thread is asking by then."""
+        news = driver.tell(begin={name: driver.path(name)})
+        driver.side.take_in(news)
+        assert self.asked.acquire(timeout=PATIENCE_S)
+        driver.side.rows_are_there()
 
     def answer(self) -> None:
         self._answers.set()
@@ -640,29 +652,31 @@ def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hang]:
 def test_a_folder_that_does_not_answer_does_not_stop_the_engine(
     drive: Callable[..., Driver], hang: Hang, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(samples, "_MOST_LATE", 2)
+    monkeypatch.setattr(places, "_MOST_LATE", 2)
     driver = drive().own()
-    driver.begin("a")
-    driver.begin("b", "c")
-    driver.begin("d")
-    names = ["a", "b", "c", "d"]
-    driver.step(saves=[driver.order(name, place) for place, name in enumerate(names)])
+    hanging = [f"r{number}" for number in range(places._PLACE_THREADS)]
+    for name in hanging:
+        hang.begin(driver, name)
+    driver.begin("later", "last", "too late")
+    names = [*hanging, "later", "last", "too late"]
+    driver.step(saves=[driver.order(name) for name in names])
     assert driver.side.reported() == set(names), "nothing of them is read"
     progress = driver.side.progress()
     assert progress is not None
     # Only so many wait for the folder to come back. The others get a line in the log.
-    assert progress.answered == {driver.path("d")}
+    assert progress.answered == {driver.path("too late")}
     hang.answer()
-    for name in names[:3]:
+    for name in names[:-1]:
         reason, detail = driver.refusal(name)
         assert reason == "write_failed"
         assert "did not answer in time" in detail
-    assert not os.path.exists(lock_path(driver.path("d")))
-    driver.save(driver.order("e", 4))  # behind all that the folder was asked for before
+    assert not os.path.exists(lock_path(driver.path("too late")))
+    assert driver.samples._places._late.submit(lambda: True).result(PATIENCE_S)
     progress = driver.side.progress()
     assert progress is not None
-    assert progress.answered >= {driver.path(name) for name in names[:3]}
-    assert torch.equal(driver.load("e")["hidden_states"], rows_at(4))
+    assert progress.answered == {driver.path(name) for name in names[:-1]}
+    driver.save(driver.order("next", 4))
+    assert torch.equal(driver.load("next")["hidden_states"], rows_at(4))
 
 
 def test_a_slow_folder_is_waited_for_as_long_as_it_answers(
@@ -674,22 +688,24 @@ def test_a_slow_folder_is_waited_for_as_long_as_it_answers(
         time.sleep(0.02)
         return SampleLock(*arguments)
 
-    monkeypatch.setattr(samples, "SampleLock", slow)
-    monkeypatch.setattr(samples, "_PLACE_S", 0.5)
+    monkeypatch.setattr(places, "SampleLock", slow)
+    monkeypatch.setattr(places, "_PLACE_S", 0.5)
     driver = drive().own()
     names = [f"r{i}" for i in range(150)]
     driver.begin(*names)
-    assert driver.side._lost == set()
+    assert driver.side._live.keys() == set(names)
     assert all(is_locked(driver.path(name)) for name in names)
 
 
 def test_a_folder_that_answers_again_is_waited_for_again(
-    drive: Callable[..., Driver], hang: Hang
+    drive: Callable[..., Driver], hang: Hang, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = drive().own()
-    driver.begin("a")
+    for number in range(places._PLACE_THREADS):
+        hang.begin(driver, f"r{number}")
     hang.answer()
-    driver.refusal("a")
+    driver.refusal("r0")
+    monkeypatch.setattr(places, "_PLACE_S", PATIENCE_S)
     driver.begin("b")
     assert is_locked(driver.path("b"))
 
@@ -704,12 +720,32 @@ def test_reasons_do_not_wait_for_places(drive: Callable[..., Driver], hang: Hang
     assert driver.refusal("ends") == ("aborted", "why")
 
 
+def test_a_reason_that_hangs_keeps_no_other_waiting(
+    drive: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = drive().own()
+    driver.begin("hangs", "ends")
+    hangs, refuse = threading.Event(), SampleLock.refuse
+
+    def hang(lock: SampleLock, request_id: str, *why: str) -> None:
+        if request_id == "hangs":
+            assert hangs.wait(PATIENCE_S)
+        refuse(lock, request_id, *why)
+
+    monkeypatch.setattr(SampleLock, "refuse", hang)
+    for name in ("hangs", "ends"):
+        driver.step(refusals=[Refusal(name, driver.path(name), "aborted", "why")])
+    assert driver.refusal("ends") == ("aborted", "why")
+    hangs.set()
+    assert driver.refusal("hangs") == ("aborted", "why")
+
+
 def test_places_are_taken_while_a_step_is_made_ready(
     drive: Callable[..., Driver], hang: Hang
 ) -> None:
     driver = drive().own()
     news = driver.tell(begin={"r": driver.path("r")})
-    driver.side.before_step(news)
+    driver.side.take_in(news)
     assert hang.asked.acquire(timeout=PATIENCE_S)
     hang.answer()
     driver.side.take_in(news)
@@ -726,7 +762,6 @@ def test_an_id_that_comes_again_while_its_place_is_taken_has_both(
     driver.side.take_in(driver.tell(begin={"r": driver.path("r")}))
     gone = Refusal("r", driver.path("r"), "aborted", "why")
     news = driver.tell(begin={"r": driver.path("r-2")}, endings=[gone])
-    driver.side.before_step(news)
     driver.side.take_in(news)
     driver.side.rows_are_there()
     assert driver.refusal("r")[0] == "aborted"
@@ -863,17 +898,46 @@ def test_a_sample_that_no_writer_has_time_for_is_refused_in_time(
     assert driver.side._live["next"].writer is not None
 
 
-def test_a_deadline_counts_from_when_the_step_is_made_ready(
-    drive: Callable[..., Driver], clock: Clock
+def test_a_sample_whose_rows_are_there_is_not_kept_waiting_by_the_next_step(
+    drive: Callable[..., Driver],
 ) -> None:
-    """That is before the next forward pass, which may take seconds."""
-    driver = drive(publish_deadline_s=8.0).own()
-    driver.begin("r")
-    news = driver.tell(endings=[driver.order("r")])
-    driver.side.before_step(news)
-    clock.now += 8
-    driver.side.take_in(news)
-    assert driver.refusal("r")[0] == "deadline"
+    """Its forward pass may take seconds."""
+    driver = drive().own()
+    told_until(driver, "r", 2, [LENGTH])
+    driver.side.take_in(driver.tell(endings=[ended(driver, "r", 2)]))
+    assert torch.equal(driver.load("r")["hidden_states"], rows_at(2))
+
+
+def test_samples_are_refused_in_the_order_of_their_deadlines(
+    drive: Callable[..., Driver], gate: Gate
+) -> None:
+    """Whatever the order in which they found room."""
+    driver = drive(threads=1).own()
+    driver.save(driver.order("busy", 0))
+    gate.wait_for(1)
+    answering = driver.samples
+    told_until(driver, "late", 1, [LENGTH])
+    told_until(driver, "sooner", 2, [LENGTH])
+    now = time.monotonic()
+    for name, place, deadline in [("late", 1, now + PATIENCE_S), ("sooner", 2, now + 0.05)]:
+        writer = driver.side._live[name].writer
+        assert writer is not None
+        answering.publish(ended(driver, name, place), writer.finish(), 0, deadline)
+    assert driver.refusal("sooner")[0] == "deadline"
+    assert is_locked(driver.path("late"))
+
+
+def test_what_is_refused_while_writers_hang_is_forgotten(
+    drive: Callable[..., Driver], gate: Gate
+) -> None:
+    driver = drive(threads=1, publish_deadline_s=0.02).own()
+    driver.save(driver.order("busy", 0))
+    gate.wait_for(1)
+    for number in range(5):
+        driver.save(driver.order(f"r{number}", 1))
+        assert driver.refusal(f"r{number}")[0] == "deadline"
+    assert not driver.samples._queue
+    assert driver.samples._writers._work_queue.qsize() <= 1
 
 
 @pytest.mark.parametrize("pieces_before", [1, 2, 3])
@@ -1332,7 +1396,7 @@ def test_a_preemption_waits_for_what_is_read(drive: Callable[..., Driver]) -> No
     told_until(driver, "r", 2, [8])
     told_until(driver, "s", 1, [8])
     news = driver.tell(preempted=["r"])
-    waiting = threading.Thread(target=driver.side.before_step, args=(news,))
+    waiting = threading.Thread(target=driver.side.handle_preemptions, args=(news,))
     waiting.start()
     waiting.join(0.05)
     assert waiting.is_alive()

@@ -122,7 +122,8 @@ class HiddenCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert self._worker is not None
         assert isinstance(kv_connector_metadata, StepMetadata)
-        self._worker.before_step(kv_connector_metadata)
+        self._worker.take_in(kv_connector_metadata)
+        self._worker.handle_preemptions(kv_connector_metadata)
 
     def wait_for_save(self) -> None:
         assert self._worker is not None
@@ -135,7 +136,7 @@ class HiddenCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         return self._worker.reported() or None, None
 
     def _take_in(self) -> None:
-        # Runners differ in which hook comes first: that one takes in the step's news.
+        # Where `handle_preemptions` was not called, the first of the others does it.
         assert self._worker is not None
         if self.has_connector_metadata():
             news = self._get_connector_metadata()
@@ -155,7 +156,8 @@ class HiddenCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         assert self._scheduler is not None
-        if kv_cache_manager.coordinator.enable_partial_hash_hits:
+        options = self._scheduler.options
+        if kv_cache_manager.coordinator.enable_partial_hash_hits and not options.rows_come_with_kv:
             # Connectors are told of a hit in whole blocks only.
             self._scheduler.whole_hit = lambda request: kv_cache_manager.get_computed_blocks(
                 request
@@ -221,4 +223,6 @@ def _log_as_vllm_does() -> None:
         return
     for handler in theirs.handlers:
         ours.addHandler(handler)
-    ours.setLevel(theirs.level)
+    ours.propagate = theirs.propagate
+    if ours.level == logging.NOTSET:
+        ours.setLevel(theirs.level)

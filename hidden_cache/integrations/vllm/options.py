@@ -13,7 +13,7 @@ from packaging.specifiers import SpecifierSet
 
 from hidden_cache.config import PREFIX, HiddenCacheConfig, connector_settings
 from hidden_cache.errors import ConfigError
-from hidden_cache.files import is_reserved, sample_name
+from hidden_cache.files import SUFFIX, is_reserved, sample_name
 from hidden_cache.integrations.versions import check_version
 from hidden_cache.keys import BlockHashChunker, block_hashes_are_stable, make_namespace
 from hidden_cache.publish import prepare_folder
@@ -102,8 +102,8 @@ class ConnectorOptions:
         root = options.custom_path_root
         return replace(
             options,
-            shared_storage_path=os.path.normpath(os.fspath(folder)),
-            custom_path_root=None if root is None else os.path.abspath(root),
+            shared_storage_path=_plain(os.fspath(folder)),
+            custom_path_root=None if root is None else _plain(root),
         )
 
     def check_storage(self) -> None:
@@ -189,14 +189,17 @@ class ConnectorOptions:
             raise ValueError("it has a zero byte")
         if os.pardir in wanted.split(os.sep):
             raise ValueError("it has a '..'")
-        root = os.path.normpath(self.custom_path_root)
-        path = os.path.normpath(os.path.join(root, wanted))
+        root = _plain(self.custom_path_root)
+        path = _plain(os.path.join(root, wanted))
         if not path.startswith(os.path.join(root, "")):
             raise ValueError(f"it is outside {PREFIX}custom_path_root")
-        if wanted.endswith((os.sep, os.sep + os.curdir)):
+        *folders, name = os.path.relpath(path, root).split(os.sep)
+        if path == root or wanted.endswith((os.sep, os.sep + os.curdir)):
             raise ValueError("it is a folder")
-        if is_reserved(os.path.basename(path)):
-            raise ValueError("its name is too long, or of the kind of this connector's own")
+        if is_reserved(name) or any(is_reserved(f) or f.endswith(SUFFIX) for f in folders):
+            raise ValueError(
+                "its name, or a folder's in it, is too long, or of the kind of this connector's own"
+            )
         return path
 
 
@@ -280,6 +283,12 @@ class EngineShape:
         size = config.chunk_size or BlockHashChunker.default_chunk_size(self.hash_block_size)
         namespace = make_namespace(**dict(self.identity), weights_epoch=weights_epoch)
         return BlockHashChunker(size, self.hash_block_size, namespace, stable=self.stable_keys)
+
+
+def _plain(path: str) -> str:
+    """One text for each path, as far as no file is touched to find it."""
+    path = os.path.abspath(path)
+    return path[1:] if path.startswith("//") else path  # two slashes are one on Linux
 
 
 def _check_layers(layer_ids: tuple[int, ...], num_layers: int) -> None:

@@ -61,7 +61,7 @@ class SchedulerSide:
         self, shape: EngineShape, options: ConnectorOptions, config: HiddenCacheConfig
     ) -> None:
         self._shape = shape
-        self._options = options
+        self.options = options
         self._config = config
         self._epoch = 0
         self._chunker = shape.chunker(config)
@@ -135,7 +135,7 @@ class SchedulerSide:
         live = self._live.get(request_id)
         if live is None:
             request = self._waiting.pop(request_id)
-            outputs = self._options.wants_outputs(request_id, request.kv_transfer_params)
+            outputs = self.options.wants_outputs(request_id, request.kv_transfer_params)
             live = _Live(request, self._choose_path(request), outputs)
             self._live[request_id] = live
             self._paths.add(live.path)
@@ -143,7 +143,7 @@ class SchedulerSide:
         live.computed = num_computed_tokens
         hits = self._local_hits.pop(request_id, None)
         # Nobody is asked about further turns of a session, whose tokens are there already.
-        if hits is not None and not self._options.rows_come_with_kv:
+        if hits is not None and not self.options.rows_come_with_kv:
             # What comes from elsewhere is more than the whole hit, and begins at a whole block.
             in_blocks, whole = hits
             local = whole if num_computed_tokens <= whole else in_blocks
@@ -173,12 +173,12 @@ class SchedulerSide:
 
     def _choose_path(self, request: Request) -> str:
         """A path that nobody who waits for another sample was told, or will be."""
-        path = self._options.sample_path(request.request_id, request.kv_transfer_params)
+        path = self.options.sample_path(request.request_id, request.kv_transfer_params)
         name, count = request.request_id, 1
         taken_paths = self._paths | {live.path for live in self._live.values()}
         while path in taken_paths:
             taken, count = path, count + 1
-            path = self._options.sample_path(name, None)
+            path = self.options.sample_path(name, None)
             name = f"{request.request_id}-{count}"
             logger.warning(
                 "request %s would have %s, which another one has: its sample goes elsewhere",

@@ -105,8 +105,7 @@ class WorkerSide:
         self._options = options
         self._config = replace(config, chunk_size=shape.chunker(config).chunk_size)
         self._owned: _Owned | None = None
-        self._seen_step = self._claimed_step = -1
-        self._step_began = 0.0  # when its news came (`time.monotonic`)
+        self._seen_step = -1
         self._epoch = 0
         self._beginnings: dict[str, Beginning] = {}  # of the step that runs
         self._rows: dict[str, Rows] = {}  # of the step that runs: to be taken once it has
@@ -114,7 +113,6 @@ class WorkerSide:
         self._live: dict[str, _Live] = {}
         # Of these, those with a writer that has not taken all rows.
         self._behind: dict[str, _Live] = {}
-        self._lost: set[str] = set()  # live, and answered already: they could not be begun
         self._endings: deque[_Ending] = deque()
         self._lacks_room = False  # in the pool, for the first of them
         # What reads the engine's memory: the step that told of the rows, and whose they are.
@@ -151,14 +149,19 @@ class WorkerSide:
     # --- each step ------------------------------------------------------------------------
 
     def take_in(self, news: StepMetadata) -> None:
-        """Takes in a step's news: what is told of earlier steps is there, its own rows are not."""
+        """Takes in a step's news: what is told of earlier steps is there, its own rows are not.
+
+        The first hook of a step does, before the step is computed: samples of requests that have
+        ended are written meanwhile, and places of those that begin are taken.
+        """
         if news.step == self._seen_step:
             return
         self._seen_step = news.step
         if self._owned is None:
             self._reportable.update(e.request_id for e in news.endings if e.reported)
             return
-        self._claim_places(news)
+        for request_id, beginning in news.beginnings.items():
+            self._owned.samples.claim(request_id, beginning.path)
         for request_id in news.preempted:
             self._lose_blocks(request_id)
         # Of a step that had no `rows_are_there`.
@@ -183,10 +186,8 @@ class WorkerSide:
             self._take_rows()
             self._work_off()
 
-    def before_step(self, news: StepMetadata) -> None:
-        """Has places taken while the step is made ready, and sees that nothing is read any more of
-        blocks that are taken from requests."""
-        self._claim_places(news)
+    def handle_preemptions(self, news: StepMetadata) -> None:
+        """Blocks are about to be taken: sees that nothing of them is read any more."""
         give_up = time.monotonic() + _PREEMPTION_S
         for _, request_id, ticket in self._reading:
             while request_id in news.preempted and not ticket.ended:
@@ -201,7 +202,6 @@ class WorkerSide:
         beginnings, self._beginnings = self._beginnings, {}
         for request_id in self._owned.samples.begin(beginnings) if beginnings else ():
             self._abandon(self._live.pop(request_id))
-            self._lost.add(request_id)
 
     def _open_writer(self, live: _Live) -> None:
         """For a request that is not refused; refuses it where others have closed the store."""
@@ -210,14 +210,6 @@ class WorkerSide:
             live.writer = self._owned.store.writer(live.request_id, self._shape.layer_ids)
         except HiddenCacheError as error:
             self._refuse_live(live, "transfer_failed", str(error))
-
-    def _claim_places(self, news: StepMetadata) -> None:
-        if self._owned is None or news.step == self._claimed_step:
-            return
-        self._claimed_step = news.step
-        self._step_began = time.monotonic()
-        for request_id, beginning in news.beginnings.items():
-            self._owned.samples.claim(request_id, beginning.path)
 
     def reported(self) -> set[str]:
         """The held requests whose blocks may be released now; each once."""
@@ -264,8 +256,9 @@ class WorkerSide:
         for live in [*self._live.values(), *(ending.live for ending in self._endings)]:
             if live.request_id in preempted and live.request_id in self._live:
                 self._abandon(live)
-                self._open_writer(live)
                 live.chunks = []
+                if live.refusal is None:
+                    self._open_writer(live)
             else:
                 detail = (
                     "the cache was reset, for new weights or for KV that could not be loaded, "
@@ -278,8 +271,7 @@ class WorkerSide:
         samples = self._owned.samples
         live = self._live.pop(ending.request_id, None)
         self._behind.pop(ending.request_id, None)
-        if live is None:  # answered already
-            self._lost.discard(ending.request_id)
+        if live is None:  # it got no place, and is answered
             if ending.reported:
                 self._reportable.add(ending.request_id)
             return
@@ -294,7 +286,7 @@ class WorkerSide:
             return
         if ending.rows is not None:
             self._learn(live, ending.rows, self._seen_step)
-        self._endings.append(_Ending(ending, live, samples.deadline(self._step_began)))
+        self._endings.append(_Ending(ending, live, samples.deadline()))
 
     def _learn(self, live: _Live, rows: Rows, step: int) -> None:
         first = rows.first_token // self._shape.block_size
