@@ -7,6 +7,7 @@ from collections.abc import Hashable
 from typing import Any
 
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
 from hidden_cache.integrations.vllm import HiddenCacheConnector
 from hidden_cache.integrations.vllm.messages import Rows, SaveOrder, StepMetadata
@@ -33,7 +34,6 @@ class CheckingConnector(HiddenCacheConnector):
         self._first_rows: dict[Hashable, torch.Tensor] = {}
         self._found: dict[str, torch.Tensor] = {}
         self._chunks: dict[str, list[Chunk]] = {}
-        self._checked_step = -1
 
     def wait_for_save(self) -> None:
         news = self._news()
@@ -42,18 +42,19 @@ class CheckingConnector(HiddenCacheConnector):
                 self._read(request_id, rows)
         super().wait_for_save()
 
-    def _take_in(self) -> None:
-        news = self._news()
-        if news is not None and news.step != self._checked_step:
-            self._checked_step = news.step
-            for ending in news.endings:
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        assert self._worker is not None
+        if self._worker._owned is not None:
+            assert isinstance(kv_connector_metadata, StepMetadata)
+            # Before the sample is there for anybody to compare with.
+            for ending in kv_connector_metadata.endings:
                 if isinstance(ending, SaveOrder):
                     if ending.rows is not None:
                         self._read(ending.request_id, ending.rows)
                     self._write_down(ending)
                 self._found.pop(ending.request_id, None)
                 self._chunks.pop(ending.request_id, None)
-        super()._take_in()
+        super().handle_preemptions(kv_connector_metadata)
 
     def _news(self) -> StepMetadata | None:
         """This step's, on the rank that saves."""

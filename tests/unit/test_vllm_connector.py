@@ -45,17 +45,23 @@ def _shape(monkeypatch: pytest.MonkeyPatch) -> None:
 def only_vllm_logs() -> Iterator[tuple[logging.Logger, logging.Logger]]:
     """Our logger and vLLM's, which alone has a handler, as in its server."""
     ours, theirs, root = (logging.getLogger(name) for name in ("hidden_cache", "vllm", ""))
-    kept = [(logger, logger.handlers[:], logger.level) for logger in (ours, theirs, root)]
-    for logger, _, _ in kept:
+    kept = [
+        (logger, logger.handlers[:], logger.level, logger.propagate)
+        for logger in (ours, theirs, root)
+    ]
+    for logger, *_ in kept:
         logger.handlers.clear()
+    ours.propagate = True
+    ours.setLevel(logging.NOTSET)
     theirs.addHandler(logging.NullHandler())
     theirs.setLevel(logging.INFO)
     try:
         yield ours, theirs
     finally:
-        for logger, handlers, level in kept:
+        for logger, handlers, level, propagate in kept:
             logger.handlers[:] = handlers
             logger.setLevel(level)
+            logger.propagate = propagate
 
 
 def connector(role: KVConnectorRole = KVConnectorRole.SCHEDULER, **extra: Any) -> Any:
