@@ -764,7 +764,7 @@ def content(tokens: list[int]) -> torch.Tensor:
     return rows
 
 
-ROUNDS = 3000  # operations of each thread
+ROUNDS = 100
 
 
 def test_eight_threads_always_find_right_rows() -> None:
