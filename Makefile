@@ -34,7 +34,7 @@ test: $(BUILD) test-cpp sanitize fuzz ## all tests: C++ (plain, under sanitizers
 		$(PY) -m pytest --junitxml=build/pytest.xml $(ARGS)
 
 test-fast: $(BUILD) test-cpp ## what does not start an engine, in under two minutes
-	@HSCACHE_SEEDS=$${HSCACHE_SEEDS:-100} \
+	@HSCACHE_SEEDS=$${HSCACHE_SEEDS:-40} HSCACHE_EXAMPLES=$${HSCACHE_EXAMPLES:-50} \
 		$(PY) -m pytest -m "not engine" --junitxml=build/pytest-fast.xml $(ARGS)
 
 test-cpp: .venv/.ready ## the C++ tests

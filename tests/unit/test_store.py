@@ -764,7 +764,7 @@ def content(tokens: list[int]) -> torch.Tensor:
     return rows
 
 
-ROUNDS = 100
+ROUNDS = 400  # operations of each thread
 
 
 def test_eight_threads_always_find_right_rows() -> None:
