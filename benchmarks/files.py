@@ -18,8 +18,8 @@ import torch
 
 from benchmarks.core.bench import Bench
 from benchmarks.core.measure import Contender
-from hidden_cache.files import write_sample
-from hidden_cache.finite import count_non_finite
+from hidden_cache.non_finite import count_non_finite
+from hidden_cache.sample_file import write_sample
 
 SAMPLE_BYTES = 128 << 20
 PIECE_BYTES = 4 << 20

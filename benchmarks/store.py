@@ -69,9 +69,9 @@ CAST = "copy with cast, warm"
 
 try:
     from hidden_cache import HiddenCacheConfig, HiddenStateStore, _native
-    from hidden_cache.formats import format_for
     from hidden_cache.index import ChunkIndex
     from hidden_cache.keys import Chunk, TokenChunker
+    from hidden_cache.row_format import format_for
 except ImportError as error:
     raise BenchmarkError(f"hidden_cache cannot be imported ({error}): build it first") from error
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hidden_cache.config import HiddenCacheConfig
     from hidden_cache.errors import HiddenCacheError, SampleRefusedError
-    from hidden_cache.files import cleanup_hidden_states, load_hidden_states, read_metadata
     from hidden_cache.keys import Placeholder, TokenChunker
+    from hidden_cache.sample_file import cleanup_hidden_states, load_hidden_states, read_metadata
     from hidden_cache.store import HiddenStateStore, open_store
 
 __version__ = "0.1.0"
@@ -25,10 +25,10 @@ _HOME = {
     "Placeholder": "keys",
     "SampleRefusedError": "errors",
     "TokenChunker": "keys",
-    "cleanup_hidden_states": "files",
-    "load_hidden_states": "files",
+    "cleanup_hidden_states": "sample_file",
+    "load_hidden_states": "sample_file",
     "open_store": "store",
-    "read_metadata": "files",
+    "read_metadata": "sample_file",
 }
 
 __all__ = [

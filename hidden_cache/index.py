@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Hashable, Iterable, Sequence
 
 from hidden_cache import _native
-from hidden_cache.formats import RowFormat
+from hidden_cache.row_format import RowFormat
 
 NONE = -1  # the number of no chunk
 # Evicted keys that are remembered, as 8 bytes each: enough to tell most misses apart.

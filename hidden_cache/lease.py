@@ -12,8 +12,8 @@ import torch
 
 from hidden_cache import _native
 from hidden_cache.errors import HiddenCacheError, TransferError
-from hidden_cache.formats import RowFormat
 from hidden_cache.index import NONE, ChunkIndex
+from hidden_cache.row_format import RowFormat
 
 if TYPE_CHECKING:
     from hidden_cache.store import HiddenStateStore
@@ -173,7 +173,7 @@ class Lease:
                 if begin < stop:
                     wanted, stored = rows.elements(self.dtype)
                     skipped = (begin - first) // chunk_size
-                    self._store._storage.pool(rows).read_rows(
+                    self._store._memory.pool(rows).read_rows(
                         slots[skipped : -(-(stop - first) // chunk_size)],
                         rows.row_bytes,
                         begin - first - skipped * chunk_size,

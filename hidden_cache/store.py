@@ -22,13 +22,13 @@ from hidden_cache.errors import (
     QueueFullError,
     TransferError,
 )
-from hidden_cache.formats import RowFormat, format_for
 from hidden_cache.index import NONE, ChunkIndex
 from hidden_cache.keys import DEFAULT_CHUNK_SIZE, Chunk, Chunker, TokenChunker, chunker_for
 from hidden_cache.lease import Lease
 from hidden_cache.metrics import Counts, StoreStats
+from hidden_cache.pool_memory import PoolMemory, Source, current_stream
 from hidden_cache.results import Results
-from hidden_cache.storage import Source, Storage, current_stream
+from hidden_cache.row_format import RowFormat, format_for
 from hidden_cache.writer import RequestWriter
 
 logger = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ class HiddenStateStore:
                 f"hscache_chunk_size is {self.chunk_size}, but the token database cuts chunks of "
                 f"{self._chunker.chunk_size} tokens: leave the setting out, or make them equal"
             )
-        self._storage = Storage(config, self.chunk_size)
+        self._memory = PoolMemory(config, self.chunk_size)
         self._storage_manager: StorageManager | None = None
         self._results = Results(config.result_bytes)
         self._lock = threading.Lock()
@@ -136,8 +136,8 @@ class HiddenStateStore:
         self._check_paged(paged, range(paged.size(1)) if paged.dim() > 1 else ())
         with self._guard():
             self._check_open()
-            self._storage.pool(self._format_of(paged))
-            self._storage.engine(paged.device)
+            self._memory.pool(self._format_of(paged))
+            self._memory.engine(paged.device)
 
     # --- in -------------------------------------------------------------------------------
 
@@ -302,7 +302,7 @@ class HiddenStateStore:
 
     def _wait_for_one(self) -> None:
         with self._guard():
-            tickets = self._storage.pending()
+            tickets = self._memory.pending()
             self._counts.queue_waits += 1
         if tickets:
             tickets[0].wait()
@@ -322,7 +322,7 @@ class HiddenStateStore:
             num_tokens,
             wanted,
             layer_bytes,
-            self._storage.arena.bytes,
+            self._memory.arena.bytes,
         )
 
     # --- out ------------------------------------------------------------------------------
@@ -411,7 +411,7 @@ class HiddenStateStore:
             if self._closed:
                 return None
             for place in [target] if out is None else [given.device for given in out.values()]:
-                self._storage.reader(place)
+                self._memory.reader(place)
         found = self._pin_prefix(self._to_chunks(chunks_or_token_ids), layer_idxs, dtype, out)
         if not found.numbers:
             return None
@@ -472,7 +472,7 @@ class HiddenStateStore:
                 self._index.pin(number)
         try:
             return self._results.view(
-                self._storage.pool(rows),
+                self._memory.pool(rows),
                 slot,
                 (found.length, rows.hidden),
                 rows.dtype,
@@ -495,7 +495,7 @@ class HiddenStateStore:
                 length = min(self.chunk_size, len(into) - start)
                 pieces.append((0, start, length, slot, 0))
                 start += length
-            yield self._storage.get(into, rows, pieces, stream=stream)
+            yield self._memory.get(into, rows, pieces, stream=stream)
 
     def _pin_prefix(
         self,
@@ -604,7 +604,7 @@ class HiddenStateStore:
         """A snapshot."""
         with self._guard():
             self._tend()
-            storage = self._storage
+            storage = self._memory
             arena = storage.arena.stats()
             pools = [(pool, pool.stats()) for pool in storage.pools.values()]
             first, slots = pools[0] if pools else (None, None)
@@ -663,7 +663,7 @@ class HiddenStateStore:
                 _opened = None
         with self._guard():
             self._closed = True
-        self._storage.close()
+        self._memory.close()
         with self._guard():
             self._index.clear()
             self._tend()
@@ -721,7 +721,7 @@ class HiddenStateStore:
 
     def _tend(self) -> None:
         """Takes note of what has ended meanwhile."""
-        self._storage.forget_ended()
+        self._memory.forget_ended()
         while self._dead_views:
             self._index.unpin(self._dead_views.popleft())
         self._index.settle()

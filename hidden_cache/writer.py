@@ -16,11 +16,11 @@ from hidden_cache.errors import (
     PoolFullError,
     QueueFullError,
 )
-from hidden_cache.formats import RowFormat
 from hidden_cache.index import NONE
 from hidden_cache.keys import Chunk
 from hidden_cache.lease import HeldChunk, Lease, let_go
-from hidden_cache.storage import Source, current_stream
+from hidden_cache.pool_memory import Source, current_stream
+from hidden_cache.row_format import RowFormat
 
 if TYPE_CHECKING:
     from hidden_cache.store import HiddenStateStore
@@ -292,7 +292,7 @@ class RequestWriter:
                 first = bisect_right(every, self.num_tokens, key=lambda chunk: chunk.end)
                 touched = every[first:]
                 pieces = self._pieces(source, touched, stop)
-                ticket = self._store._storage.put(source, kind.rows, pieces) if pieces else None
+                ticket = self._store._memory.put(source, kind.rows, pieces) if pieces else None
             except BaseException:
                 let_go(self._store._index, opened)
                 raise
@@ -313,10 +313,10 @@ class RequestWriter:
                 f"rows are {like.size(-1)} x {like.dtype}, those before were "
                 f"{self._kind.rows.hidden} x {self._kind.dtype}: a request's rows are of one kind"
             )
-        store._storage.engine(like.device)
+        store._memory.engine(like.device)
         if self._kind is not None:
             return self._kind
-        form = store._index.format(rows, store._storage.pool(rows))
+        form = store._index.format(rows, store._memory.pool(rows))
         return _Kind(rows, like.dtype, form)
 
     def _check_usable(self) -> None:
@@ -397,7 +397,7 @@ class RequestWriter:
     def _allocate(self, kind: _Kind, count: int, more: int, *, fit: bool) -> list[int]:
         """Slots for one layer; all, or with `fit` what there is."""
         index = self._store._index
-        pool = self._store._storage.pool(kind.rows)
+        pool = self._store._memory.pool(kind.rows)
         slots = index.allocate(kind.form, min(count, pool.num_slots) if fit else count)
         if slots is not None:
             return slots
@@ -412,7 +412,7 @@ class RequestWriter:
 
     def _check_fits(self, kind: _Kind, count: int) -> None:
         """Refuses what takes more slots than there are."""
-        pool = self._store._storage.pool(kind.rows)
+        pool = self._store._memory.pool(kind.rows)
         if count > pool.num_slots:
             raise PoolFullError(
                 f"the request takes {count} slots of {pool.slot_bytes} bytes, the whole pool has "

@@ -43,7 +43,7 @@ stage "store beside its model" "$HSCACHE_EXAMPLES sequences" \
 stage "store, 8 threads" "$HSCACHE_STRESS_S s" \
   "${pytest[@]}" tests/unit/test_store_rows.py -k many_threads
 stage "connector replayed on the fake GPU" "$replays seeds of each order" \
-  env HSCACHE_SEEDS="$replays" "${pytest[@]}" tests/unit/test_vllm_replay.py
+  env HSCACHE_SEEDS="$replays" "${pytest[@]}" tests/unit/vllm/test_replay.py
 stage "connector in a real engine" "$HSCACHE_REQUESTS requests" \
   "${pytest[@]}" tests/integration/test_row_ownership.py
 

@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from hidden_cache import SampleRefusedError, load_hidden_states
-from hidden_cache.files import error_path, lock_path, sample_name
+from hidden_cache.sample_file import error_path, lock_path, sample_name
 from tests.integration import encoding, engine
 
 pytestmark = pytest.mark.engine

@@ -16,8 +16,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from hidden_cache import SampleRefusedError, load_hidden_states, read_metadata
-from hidden_cache.files import lock_path
 from hidden_cache.integrations.vllm.options import ConnectorOptions
+from hidden_cache.sample_file import lock_path
 from tests.integration import engine
 
 pytestmark = pytest.mark.engine

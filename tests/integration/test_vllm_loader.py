@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hidden_cache.files import SampleLock, lock_path, write_sample
+from hidden_cache.sample_file import SampleLock, lock_path, write_sample
 from tests.threads import PATIENCE_S, Asking
 
 pytestmark = pytest.mark.engine  # it takes ten seconds to load vLLM

@@ -269,13 +269,13 @@ class StillStore(HiddenStateStore):
 
     def __init__(self, config: HiddenCacheConfig) -> None:
         super().__init__(config)
-        make = self._storage._make_engine
+        make = self._memory._make_engine
 
         def make_still(device: torch.device, **options: Any) -> _native.TransferEngine:
             # What stores has a limit; what reads goes on by itself.
             return make(device, threaded="max_pending" not in options, **options)
 
-        setattr(self._storage, "_make_engine", make_still)  # noqa: B010
+        setattr(self._memory, "_make_engine", make_still)  # noqa: B010
 
     def _waiting(self, append: Callable[[], _native.Ticket | None]) -> _native.Ticket | None:
         ticket = super()._waiting(append)
@@ -284,7 +284,7 @@ class StillStore(HiddenStateStore):
         return ticket
 
     def arrive(self) -> None:
-        for engine in self._storage.engines.values():
+        for engine in self._memory.engines.values():
             engine.drain()
 
 
@@ -344,7 +344,7 @@ class StoreMachine(RuleBasedStateMachine):
         return make_rows(tokens, layers, HIDDEN, torch.float32, first=self.serial * 100)
 
     def pending(self) -> list[_native.Ticket]:
-        return self.store._storage.pending()
+        return self.store._memory.pending()
 
     def refusal(self, request: Request, stop: int) -> PoolFullError | QueueFullError | None:
         """What rows up to `stop` must be refused with."""

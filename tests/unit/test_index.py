@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hidden_cache import _native
-from hidden_cache.formats import RowFormat
 from hidden_cache.index import NONE, ChunkIndex
+from hidden_cache.row_format import RowFormat
 
 ROWS = RowFormat(torch.float32, 2)
 SLOT_BYTES = 16

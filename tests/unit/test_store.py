@@ -68,7 +68,7 @@ def still(monkeypatch: pytest.MonkeyPatch) -> Iterator[HiddenStateStore]:
 
 def arrive(store: HiddenStateStore) -> None:
     """Has all transfers of a still store run to their end."""
-    for engine in store._storage.engines.values():
+    for engine in store._memory.engines.values():
         engine.drain()
 
 
@@ -679,7 +679,7 @@ def test_a_tail_on_its_way_is_freed_when_it_has_arrived(still: HiddenStateStore)
 
 def fail(store: HiddenStateStore) -> None:
     """Has all pending transfers of a still store fail."""
-    for engine in store._storage.engines.values():
+    for engine in store._memory.engines.values():
         engine.close()
 
 
@@ -967,7 +967,7 @@ if child == 0:
     print("child", refused, flush=True)
     sys.exit(0)
 assert os.waitpid(child, 0)[1] == 0
-for engine in still._storage.engines.values():
+for engine in still._memory.engines.values():
     engine.drain()
 held.wait()
 held.release()
@@ -1102,7 +1102,7 @@ def test_stats_say_what_a_gpu_refused_to_pin(store: HiddenStateStore) -> None:
     assert (stats.pinned_bytes, stats.pinning, stats.pin_refusal) == (0, False, "")
     refusal = "cudaErrorMemoryAllocation (out of memory)"
     told = SimpleNamespace(bytes=96, at_work=True, refusal=refusal, stop=lambda: None)
-    store._storage._registrations[torch.device("cuda", 0)] = told  # type: ignore[assignment]
+    store._memory._registrations[torch.device("cuda", 0)] = told  # type: ignore[assignment]
     stats = store.stats()
     assert (stats.pinned_bytes, stats.pinning, stats.pin_refusal) == (96, True, refusal)
 

@@ -536,7 +536,7 @@ def test_many_threads_never_see_a_wrong_row() -> None:
         "looks",
     ]
     assert all(done[what] for what in [*expected, "retrieved both", "kv gone"]), done
-    for engine in store._storage.engines.values():
+    for engine in store._memory.engines.values():
         engine.drain()
     store.reset()
     assert store.stats().used_bytes == 0, "nobody holds anything any more"

@@ -166,7 +166,7 @@ def test_any_steps_rewinds_and_neighbours_leave_each_request_its_rows(seed: int)
     for held, rows in leases:
         assert torch.equal(read(held), rows)
         held.release()
-    for engine in store._storage.engines.values():
+    for engine in store._memory.engines.values():
         engine.drain()
     assert used_slots(store) == store.num_cached_chunks() * len(LAYERS)
     store.reset()
@@ -251,7 +251,7 @@ def test_a_layer_that_another_is_still_bringing_does_not_stand_for_a_requests_ow
     rows = rows_for(4)
 
     def arrive() -> None:
-        for engine in store._storage.engines.values():
+        for engine in store._memory.engines.values():
             engine.drain()
 
     base = store.writer("base", (5,))
@@ -346,7 +346,7 @@ def test_no_room_takes_nothing() -> None:
     assert not caught.value.can_wait
     assert (one.num_tokens, other.num_tokens) == (5, 0)
     one.abandon()
-    for engine in store._storage.engines.values():
+    for engine in store._memory.engines.values():
         engine.drain()
     append(other, rows_for(18), 1)
     other.abandon()
@@ -362,7 +362,7 @@ def test_a_rewind_into_what_is_everybodys_waits_for_nothing() -> None:
     writer.rewind(2)
     assert writer.append(rows[2:4]) is None, "they are on their way"
     writer.abandon()
-    for engine in store._storage.engines.values():
+    for engine in store._memory.engines.values():
         engine.drain()
     store.close()
 
@@ -380,11 +380,11 @@ def test_a_full_queue_takes_nothing() -> None:
     writer.rewind(2)
     with pytest.raises(QueueFullError, match="before the rewind"):
         writer.append(rows[2:3])
-    for engine in store._storage.engines.values():
+    for engine in store._memory.engines.values():
         engine.drain()
     writer.append(rows[2:18], chunks_of(TOKENS))
     held = writer.finish()
-    for engine in store._storage.engines.values():
+    for engine in store._memory.engines.values():
         engine.drain()
     assert torch.equal(read(held), rows)
     held.release()
@@ -400,7 +400,7 @@ def test_a_chunk_is_whole_when_the_transfers_of_all_its_steps_are_done(failing: 
     append(writer, rows_for(4), 4)
     held = writer.finish()
     held.tickets[failing].cancel()
-    for engine in store._storage.engines.values():
+    for engine in store._memory.engines.values():
         engine.drain()
     assert store.num_cached_chunks() == 1, "not known yet"
     assert store.coverage(TOKENS[:4], LAYERS) == 0
@@ -423,7 +423,7 @@ def test_after_a_reset_a_writer_takes_no_more(store: HiddenStateStore) -> None:
     store.reset(weights_epoch=7)
     with pytest.raises(ValueError, match="weights_epoch is 7, was 7 already"):
         store.reset(weights_epoch=7)
-    for engine in store._storage.engines.values():
+    for engine in store._memory.engines.values():
         engine.drain()
     assert used_slots(store) == 0
 

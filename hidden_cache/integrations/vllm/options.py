@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from packaging.specifiers import SpecifierSet
 
+from hidden_cache.atomic_files import prepare_folder
 from hidden_cache.config import PREFIX, HiddenCacheConfig, connector_settings
 from hidden_cache.errors import ConfigError
-from hidden_cache.files import SUFFIX, is_reserved, sample_name
 from hidden_cache.integrations.versions import check_version
 from hidden_cache.keys import BlockHashChunker, block_hashes_are_stable, make_namespace
-from hidden_cache.publish import prepare_folder
+from hidden_cache.sample_file import SUFFIX, is_reserved, sample_name
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

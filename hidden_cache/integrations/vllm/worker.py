@@ -28,7 +28,7 @@ from hidden_cache.integrations.vllm.messages import (
     StepMetadata,
 )
 from hidden_cache.integrations.vllm.options import ConnectorOptions, EngineShape
-from hidden_cache.integrations.vllm.samples import Samples
+from hidden_cache.integrations.vllm.publisher import Publisher
 from hidden_cache.keys import Chunk
 from hidden_cache.store import HiddenStateStore, open_store
 from hidden_cache.writer import RequestWriter
@@ -88,7 +88,7 @@ class _Owned:
 
     store: HiddenStateStore
     paged: torch.Tensor
-    samples: Samples
+    publisher: Publisher
 
 
 class WorkerSide:
@@ -143,7 +143,7 @@ class WorkerSide:
         except (HiddenCacheError, ValueError) as error:
             store.close()
             raise ConfigError(f"the engine's hidden states cannot be taken: {error}") from error
-        samples = Samples(self._shape, self._options, self._config.max_pending)
+        samples = Publisher(self._shape, self._options, self._config.max_pending)
         self._owned = _Owned(store, paged, samples)
 
     # --- each step ------------------------------------------------------------------------
@@ -161,7 +161,7 @@ class WorkerSide:
             self._reportable.update(e.request_id for e in news.endings if e.reported)
             return
         for request_id, beginning in news.beginnings.items():
-            self._owned.samples.claim(request_id, beginning.path)
+            self._owned.publisher.claim(request_id, beginning.path)
         for request_id in news.preempted:
             self._lose_blocks(request_id)
         # Of a step that had no `rows_are_there`.
@@ -200,7 +200,7 @@ class WorkerSide:
         """Before any of them can finish, and its client learn of its path."""
         assert self._owned is not None
         beginnings, self._beginnings = self._beginnings, {}
-        for request_id in self._owned.samples.begin(beginnings) if beginnings else ():
+        for request_id in self._owned.publisher.begin(beginnings) if beginnings else ():
             self._abandon(self._live.pop(request_id))
 
     def _open_writer(self, live: _Live) -> None:
@@ -228,7 +228,7 @@ class WorkerSide:
         if self._rows:
             steps.append(self._rows_step)
         quiet_step = min(steps, default=self._seen_step + 1) - 1
-        return Progress(quiet_step, self._owned.samples.take_answered())
+        return Progress(quiet_step, self._owned.publisher.take_answered())
 
     def _look_at_reads(self) -> None:
         self._reading = [read for read in self._reading if not read[2].ended]
@@ -268,7 +268,7 @@ class WorkerSide:
 
     def _end(self, ending: SaveOrder | Refusal) -> None:
         assert self._owned is not None
-        samples = self._owned.samples
+        publisher = self._owned.publisher
         live = self._live.pop(ending.request_id, None)
         self._behind.pop(ending.request_id, None)
         if live is None:  # it got no place, and is answered
@@ -280,13 +280,13 @@ class WorkerSide:
             if not isinstance(ending, Refusal):
                 assert live.refusal is not None
                 ending = _refusal_of(ending, *live.refusal)
-            samples.refuse(ending)
+            publisher.refuse(ending)
             if ending.reported:
                 self._held.add(ending.request_id)
             return
         if ending.rows is not None:
             self._learn(live, ending.rows, self._seen_step)
-        self._endings.append(_Ending(ending, live, samples.deadline()))
+        self._endings.append(_Ending(ending, live, publisher.deadline()))
 
     def _learn(self, live: _Live, rows: Rows, step: int) -> None:
         first = rows.first_token // self._shape.block_size
@@ -331,10 +331,10 @@ class WorkerSide:
             live = ending.live
             if ending.deadline <= time.monotonic():
                 self._abandon(live)
-                owned.samples.refuse_late(ending.order)
+                owned.publisher.refuse_late(ending.order)
                 self._done(ending)
                 continue
-            if live.refusal is None and owned.samples.are_behind:
+            if live.refusal is None and owned.publisher.are_behind:
                 if self._options.when_full == "block":
                     continue
                 self._refuse_live(live, "queue_full", self._behind_detail())
@@ -386,10 +386,10 @@ class WorkerSide:
             except HiddenCacheError as error:  # others have reset or closed the store
                 self._refuse_live(live, "reset", str(error))
             else:
-                self._owned.samples.publish(order, lease, self._epoch, ending.deadline)
+                self._owned.publisher.publish(order, lease, self._epoch, ending.deadline)
                 return True
         assert live.refusal is not None
-        self._owned.samples.refuse(_refusal_of(order, *live.refusal))
+        self._owned.publisher.refuse(_refusal_of(order, *live.refusal))
         return True
 
     def _take(self, live: _Live, writer: RequestWriter) -> None:
@@ -471,7 +471,7 @@ class WorkerSide:
         if self._owned is not None:
             self._begin()
             owned, self._owned = self._owned, None
-            owned.samples.shutdown(give_up)
+            owned.publisher.shutdown(give_up)
             owned.store.close()
 
 

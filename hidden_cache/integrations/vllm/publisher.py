@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import torch
 
 from hidden_cache.errors import NonFiniteRowsError, TransferError
-from hidden_cache.files import SampleLock, write_error, write_sample
 from hidden_cache.integrations.vllm.messages import Beginning, Refusal, SaveOrder
 from hidden_cache.integrations.vllm.options import ConnectorOptions, EngineShape
-from hidden_cache.integrations.vllm.places import Place, Places
+from hidden_cache.integrations.vllm.path_claims import PathClaim, PathClaims
 from hidden_cache.lease import Lease
+from hidden_cache.sample_file import SampleLock, write_error, write_sample
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class _TooLateError(Exception):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Write:
-    """A sample that waits for a writer; see `Samples.publish`."""
+    """A sample that waits for a writer; see `Publisher.publish`."""
 
     order: SaveOrder
     lease: Lease
@@ -44,7 +44,7 @@ class _Write:
     lock: SampleLock | None
 
 
-class Samples:
+class Publisher:
     """Answers whoever waits for a request's sample: once, whatever happens.
 
     Called on the engine's thread; what touches files runs on threads of its own, so that a disk
@@ -60,8 +60,8 @@ class Samples:
         self._shape = shape
         self._options = options
         self._most_unwritten = most_unwritten
-        self._places = Places(options, self._refuse, self._note_answered)
-        self._begun: dict[str, Place] = {}  # requests without an answer yet
+        self._claims = PathClaims(options, self._refuse, self._note_answered)
+        self._begun: dict[str, PathClaim] = {}  # requests without an answer yet
         # Short work does not wait behind the writers'.
         self._reasons = ThreadPoolExecutor(_REASON_THREADS, "hscache-reason")
         self._writers = ThreadPoolExecutor(options.num_writer_threads, "hscache-writer")
@@ -80,7 +80,7 @@ class Samples:
 
     def claim(self, request_id: str, path: str) -> None:
         """Has a sample's place taken, of a request that is about to begin. `begin` waits for it."""
-        self._places.claim(request_id, path)
+        self._claims.claim(request_id, path)
 
     def begin(self, beginnings: Mapping[str, Beginning]) -> list[str]:
         """Waits for the places that were claimed for these requests, before their clients learn of
@@ -89,7 +89,7 @@ class Samples:
         Returns:
             Those that have none. There will be no sample, and this class answers for it.
         """
-        places = self._places.begin(beginnings)
+        places = self._claims.begin(beginnings)
         self._begun |= places
         return [request_id for request_id in beginnings if request_id not in places]
 
@@ -168,7 +168,7 @@ class Samples:
         # be said there anyway, and the locks end with the process.
         self._writers.shutdown(wait=False)
         self._reasons.shutdown(wait=False)
-        self._places.shutdown()
+        self._claims.shutdown()
 
     # --- on any thread --------------------------------------------------------------------
 

@@ -30,14 +30,14 @@ from typing import Any
 
 import torch
 
+from hidden_cache.atomic_files import claim, folder_of, is_temporary, published
 from hidden_cache.errors import (
     DamagedSampleError,
     NonFiniteRowsError,
     SampleRefusedError,
     UnsupportedVersionError,
 )
-from hidden_cache.finite import count_non_finite
-from hidden_cache.publish import claim, folder_of, is_temporary, published
+from hidden_cache.non_finite import count_non_finite
 
 FORMAT_VERSION = "1.0"
 SUFFIX = ".safetensors"

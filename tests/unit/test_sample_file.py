@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from hidden_cache import files
+from hidden_cache import sample_file
 from hidden_cache.errors import (
     DamagedSampleError,
     HiddenCacheError,
@@ -34,7 +34,7 @@ from hidden_cache.errors import (
     SampleRefusedError,
     UnsupportedVersionError,
 )
-from hidden_cache.files import (
+from hidden_cache.sample_file import (
     SampleLock,
     Written,
     cleanup_hidden_states,
@@ -75,14 +75,14 @@ def leftovers(folder: Path) -> list[str]:
 def watched_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """An event that is set when a reader is about to wait for a lock."""
     waits = threading.Event()
-    lock_shared = files._lock_shared
+    lock_shared = sample_file._lock_shared
 
     def announce(fd: int, path: str, deadline: float | None) -> None:
         waits.set()
         lock_shared(fd, path, deadline)
 
     with monkeypatch.context() as patch:
-        patch.setattr(files, "_lock_shared", announce)
+        patch.setattr(sample_file, "_lock_shared", announce)
         yield waits
 
 
@@ -303,7 +303,7 @@ def test_a_missing_folder_is_an_error_of_the_system(tmp_path: Path) -> None:
 FULL_DISK = """
 import errno, os, resource, signal, sys
 import torch
-from hidden_cache import files
+from hidden_cache import sample_file
 from hidden_cache.errors import SampleRefusedError
 
 folder, what, really = sys.argv[1], sys.argv[2], sys.argv[3] == "really"
@@ -312,7 +312,7 @@ def no_room(*arguments, **keywords):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 path = os.path.join(folder, "request.safetensors")
-lock = files.SampleLock(path)
+lock = sample_file.SampleLock(path)
 if what == "bytes" and not really:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
@@ -323,11 +323,12 @@ if what == "files" and really:
     except OSError as error:
         assert error.errno == errno.ENOSPC, error
 elif what == "files":
-    files.published = no_room
+    sample_file.published = no_room
 there = sorted(os.listdir(folder))
 rows = torch.zeros(4096, 2, 64)
 try:
-    files.write_sample(path, torch.arange(4096), (4096, 2, 64), rows.dtype, rows.split(512), {})
+    shape = (4096, 2, 64)
+    sample_file.write_sample(path, torch.arange(4096), shape, rows.dtype, rows.split(512), {})
 except OSError as error:
     assert error.errno in (errno.EFBIG, errno.ENOSPC), error
     assert sorted(os.listdir(folder)) == there, os.listdir(folder)
@@ -336,9 +337,9 @@ except OSError as error:
         assert what == "bytes"
     except OSError:
         assert what == "files"
-assert os.path.exists(files.error_path(path)) == (what == "bytes")
+assert os.path.exists(sample_file.error_path(path)) == (what == "bytes")
 try:
-    files.load_hidden_states(path)
+    sample_file.load_hidden_states(path)
 except SampleRefusedError as error:
     print(error.request_id, error.reason, error.detail)
 """
@@ -468,7 +469,7 @@ def test_a_write_can_be_given_up_before_each_piece_and_before_it_is_published(
 FEW_FILES = """
 import os, resource, sys
 import torch
-from hidden_cache.files import SampleLock, load_hidden_states, write_error, write_sample
+from hidden_cache.sample_file import SampleLock, load_hidden_states, write_error, write_sample
 
 folder = sys.argv[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
@@ -580,7 +581,7 @@ def test_a_reason_in_the_lock_ends_with_the_next_request(
     def full(*arguments: Any, **keywords: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(files, "write_error", full)
+    monkeypatch.setattr(sample_file, "write_error", full)
     lock = SampleLock(path)
     with pytest.raises(OSError, match="No space"):
         lock.refuse("r", "write_failed", "full")
@@ -608,7 +609,7 @@ def test_a_lock_let_go_without_an_answer_means_that_the_writer_died(path: str) -
 KILLED_WRITER = """
 import sys
 import torch
-from hidden_cache.files import SampleLock, write_sample
+from hidden_cache.sample_file import SampleLock, write_sample
 
 def pieces():
     yield torch.zeros(2, 2, 3)
@@ -652,7 +653,7 @@ def test_with_a_timeout_a_sample_may_appear_later(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     missed = threading.Event()
-    load = files._load
+    load = sample_file._load
 
     def announce(path: str) -> dict[str, torch.Tensor]:
         try:
@@ -661,7 +662,7 @@ def test_with_a_timeout_a_sample_may_appear_later(
             missed.set()
             raise
 
-    monkeypatch.setattr(files, "_load", announce)
+    monkeypatch.setattr(sample_file, "_load", announce)
     reader = Asking(load_hidden_states, path, PATIENCE_S)
     assert missed.wait(PATIENCE_S)
     write(path)
@@ -733,7 +734,7 @@ def test_a_reader_whose_sample_the_next_request_takes_away_waits_for_that_one(
 ) -> None:
     SampleLock(path).release()
     write(path)
-    load = files._load
+    load = sample_file._load
     looks, taken_away, missed = threading.Event(), threading.Event(), threading.Event()
 
     def pause(path: str) -> dict[str, torch.Tensor]:
@@ -745,7 +746,7 @@ def test_a_reader_whose_sample_the_next_request_takes_away_waits_for_that_one(
             missed.set()
             raise
 
-    monkeypatch.setattr(files, "_load", pause)
+    monkeypatch.setattr(sample_file, "_load", pause)
     reader = Asking(load_hidden_states, path)
     assert looks.wait(PATIENCE_S)
     lock = SampleLock(path)
@@ -761,7 +762,7 @@ def test_a_reader_of_a_replaced_lock_waits_for_the_new_one(
 ) -> None:
     SampleLock(path).release()
     write(path)
-    is_current = files._is_current
+    is_current = sample_file._is_current
     met_the_old_one, replaced = threading.Event(), threading.Event()
     answers: list[bool] = []
 
@@ -772,7 +773,7 @@ def test_a_reader_of_a_replaced_lock_waits_for_the_new_one(
         answers.append(is_current(fd, lock))
         return answers[-1]
 
-    monkeypatch.setattr(files, "_is_current", pause)
+    monkeypatch.setattr(sample_file, "_is_current", pause)
     reader = Asking(load_hidden_states, path)
     assert met_the_old_one.wait(PATIENCE_S)
     lock = SampleLock(path)  # the next request of that name

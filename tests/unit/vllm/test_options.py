@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from hidden_cache import config, publish
+from hidden_cache import atomic_files, config
+from hidden_cache.atomic_files import folder_of
 from hidden_cache.config import HiddenCacheConfig
 from hidden_cache.errors import ConfigError
-from hidden_cache.publish import folder_of
 
 pytest.importorskip("vllm")
 
@@ -348,7 +348,7 @@ def test_what_killed_writers_left_is_removed(
     for folder in (samples, below):
         folder.mkdir(parents=True)
         with folder_of(os.path.join(folder, "")) as (fd, _):
-            os.close(publish._make_temporary(fd, 0o600)[0])
+            os.close(atomic_files._make_temporary(fd, 0o600)[0])
     with caplog.at_level(logging.INFO):
         on.check_storage()
     assert os.listdir(samples) == os.listdir(below) == []

@@ -10,9 +10,9 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 
-from hidden_cache.files import SampleLock, cleanup_hidden_states
 from hidden_cache.integrations.vllm.messages import Beginning, Refusal
 from hidden_cache.integrations.vllm.options import ConnectorOptions
+from hidden_cache.sample_file import SampleLock, cleanup_hidden_states
 
 logger = logging.getLogger(__name__)
 
@@ -27,14 +27,14 @@ _MOST_LATE = 10_000
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PathClaim:
     """Where a sample goes. Without locks it has none."""
 
     path: str
     lock: SampleLock | None
 
 
-class Places:
+class PathClaims:
     """Takes samples' places, on threads of its own: a folder that hangs does not hang the engine.
 
     Called on the engine's thread.
@@ -51,18 +51,18 @@ class Places:
         self._options = options
         self._refuse = refuse
         self._note_answered = note_answered
-        self._claims: dict[str, Future[Place | None]] = {}  # by path
+        self._claims: dict[str, Future[PathClaim | None]] = {}  # by path
         self._threads = ThreadPoolExecutor(_PLACE_THREADS, "hscache-place")
         self._late = ThreadPoolExecutor(1, "hscache-late")
         self._lock = threading.Lock()  # of what follows
-        self._hanging: set[Future[Place | None]] = set()  # each has one of the threads
+        self._hanging: set[Future[PathClaim | None]] = set()  # each has one of the threads
         self._num_late = 0
 
     def claim(self, request_id: str, path: str) -> None:
         """Has a place taken, of a request that is about to begin. `begin` waits for it."""
         self._claims[path] = self._threads.submit(self._take, request_id, path)
 
-    def begin(self, beginnings: Mapping[str, Beginning]) -> dict[str, Place]:
+    def begin(self, beginnings: Mapping[str, Beginning]) -> dict[str, PathClaim]:
         """Waits until requests have the places that were claimed, before their clients learn of
         them: so that they find a lock to wait for, and nothing that an earlier request of that name
         left.
@@ -88,7 +88,7 @@ class Places:
                 self._note_answered(path)
         return places
 
-    def _await(self, claims: set[Future[Place | None]]) -> None:
+    def _await(self, claims: set[Future[PathClaim | None]]) -> None:
         give_up = time.monotonic() + _PLACES_S
         pending = {claim for claim in claims if not claim.done()}
         while pending:
@@ -107,7 +107,7 @@ class Places:
 
     # --- on any thread --------------------------------------------------------------------
 
-    def _take(self, request_id: str, path: str) -> Place | None:
+    def _take(self, request_id: str, path: str) -> PathClaim | None:
         lock = None
         root = self._options.root_of(path)
         try:
@@ -131,9 +131,11 @@ class Places:
             )
             self._refuse(Refusal(request_id, path, "too_many_files", detail), lock)
             return None
-        return Place(path, lock)
+        return PathClaim(path, lock)
 
-    def _answer_late(self, request_id: str, path: str, claim: Future[Place | None] | None) -> None:
+    def _answer_late(
+        self, request_id: str, path: str, claim: Future[PathClaim | None] | None
+    ) -> None:
         """Has a request refused that went on without its place: `claim`, that has come at last, or
         None where nobody has begun with it."""
         with self._lock:
@@ -151,7 +153,9 @@ class Places:
         except RuntimeError:  # it was shut down
             self._refuse_late(request_id, path, claim)
 
-    def _refuse_late(self, request_id: str, path: str, claim: Future[Place | None] | None) -> None:
+    def _refuse_late(
+        self, request_id: str, path: str, claim: Future[PathClaim | None] | None
+    ) -> None:
         place = self._take(request_id, path) if claim is None else claim.result()
         if place is not None:
             self._refuse(Refusal(request_id, path, "write_failed", _NO_ANSWER), place.lock)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from hidden_cache.config import HiddenCacheConfig
-from hidden_cache.files import sample_name
 from hidden_cache.keys import make_namespace
+from hidden_cache.sample_file import sample_name
 
 pytest.importorskip("vllm")
 

@@ -36,14 +36,14 @@ from vllm.v1.core.sched.output import KVConnectorBlockState, NewRequestData, Sch
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from hidden_cache import formats, index, results, storage, store, writer
+from hidden_cache import index, pool_memory, results, row_format, store, writer
 from hidden_cache import lease as leases
-from hidden_cache.integrations.vllm import places, samples, worker
+from hidden_cache.integrations.vllm import path_claims, publisher, worker
 from hidden_cache.integrations.vllm.connector import HiddenCacheConnector
 from hidden_cache.integrations.vllm.options import EngineShape
 from hidden_cache.lease import Lease
 
-LIBRARY = Path(__file__).parents[1] / "build/tests-plain/csrc/tests/_native_on_fake.so"
+LIBRARY = Path(__file__).parents[2] / "build/tests-plain/csrc/tests/_native_on_fake.so"
 ORDERS = ("v1", "v2", "async-v1", "async-v2")
 LAYER_IDS = (7, 3)
 ROW = struct.Struct("<4i")  # digest of the prefix, position, layer, weights epoch
@@ -134,21 +134,21 @@ class LateWriters:
 def on_fake(native: ModuleType) -> Iterator[None]:
     """The store and the connector on the fake GPU, with a clock that stands still."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (index, leases, results, storage, store, writer):
+        for module in (index, leases, results, pool_memory, store, writer):
             patch.setattr(module, "_native", native)
-        patch.setattr(formats, "Element", native.Element)
+        patch.setattr(row_format, "Element", native.Element)
         patch.setattr(EngineShape, "of", lambda *_: Replay.now.shape)
-        patch.setattr(samples, "ThreadPoolExecutor", LateWriters)
-        patch.setattr(places, "ThreadPoolExecutor", LateWriters)
-        patch.setattr(samples, "write_sample", lambda *a, **k: Replay.now.sample_written(*a, **k))
-        patch.setattr(samples, "write_error", lambda *a, **k: Replay.now.refused(*a, **k))
-        patch.setattr(places, "cleanup_hidden_states", lambda *_, **__: None)
-        for module in (storage, store, writer):
+        patch.setattr(publisher, "ThreadPoolExecutor", LateWriters)
+        patch.setattr(path_claims, "ThreadPoolExecutor", LateWriters)
+        patch.setattr(publisher, "write_sample", lambda *a, **k: Replay.now.sample_written(*a, **k))
+        patch.setattr(publisher, "write_error", lambda *a, **k: Replay.now.refused(*a, **k))
+        patch.setattr(path_claims, "cleanup_hidden_states", lambda *_, **__: None)
+        for module in (pool_memory, store, writer):
             patch.setattr(module, "current_stream", lambda *_: Replay.now.stream)
         clock = SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda _: Replay.now.poll())
         patch.setattr(worker, "time", clock)
-        patch.setattr(samples, "time", clock)
-        patch.setattr(places, "time", clock)
+        patch.setattr(publisher, "time", clock)
+        patch.setattr(path_claims, "time", clock)
         wait = Lease.wait
 
         def wait_by_polling(lease: Lease, timeout_s: float | None = None) -> bool:
@@ -164,16 +164,16 @@ def on_fake(native: ModuleType) -> Iterator[None]:
                 Replay.now.engines.append(made)
             return made
 
-        register = storage.Storage.engine
+        register = pool_memory.PoolMemory.engine
 
-        def registered(self: storage.Storage, device: torch.device) -> Any:
+        def registered(self: pool_memory.PoolMemory, device: torch.device) -> Any:
             made = register(self, device)
             # On a thread of its own, which the fake does not know.
             self._registrations[device].wait()
             return made
 
         patch.setattr(native, "TransferEngine", unthreaded)
-        patch.setattr(storage.Storage, "engine", registered)
+        patch.setattr(pool_memory.PoolMemory, "engine", registered)
         logging.disable(logging.CRITICAL)
         gc.collect()
         gc.freeze()  # what is there already is not looked at again after each seed
@@ -402,7 +402,7 @@ class Replay:
     def threads(self) -> list[Any]:
         assert self.saver._worker is not None
         assert self.saver._worker._owned is not None
-        answering = self.saver._worker._owned.samples
+        answering = self.saver._worker._owned.publisher
         return [answering._writers, answering._reasons]
 
     # --- the run --------------------------------------------------------------------------
@@ -478,10 +478,10 @@ class Replay:
         assert self.saver._worker is not None
         owned = self.saver._worker._owned
         assert owned is not None
-        owned.samples._queue.clear()
-        owned.samples._begun.clear()
+        owned.publisher._queue.clear()
+        owned.publisher._begun.clear()
         self.saver.shutdown()
-        gone = weakref.ref(owned.store._storage)
+        gone = weakref.ref(owned.store._memory)
         del owned
         self.saver._worker = None
         self.engines.clear()

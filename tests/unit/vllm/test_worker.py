@@ -24,7 +24,8 @@ import torch
 from hidden_cache import _native, store
 from hidden_cache.config import HiddenCacheConfig
 from hidden_cache.errors import ConfigError, SampleRefusedError
-from hidden_cache.files import (
+from hidden_cache.keys import TokenChunker
+from hidden_cache.sample_file import (
     SampleLock,
     Written,
     error_path,
@@ -35,13 +36,12 @@ from hidden_cache.files import (
     write_error,
     write_sample,
 )
-from hidden_cache.keys import TokenChunker
 from tests.threads import PATIENCE_S, none_but, threads_now
 from tests.unit import make_paged, make_rows
 
 pytest.importorskip("vllm")
 
-from hidden_cache.integrations.vllm import places, samples, worker
+from hidden_cache.integrations.vllm import path_claims, publisher, worker
 from hidden_cache.integrations.vllm.messages import (
     Beginning,
     Refusal,
@@ -98,9 +98,9 @@ class Driver:
         return self
 
     @property
-    def samples(self) -> samples.Samples:
+    def samples(self) -> publisher.Publisher:
         assert self.side._owned is not None
-        return self.side._owned.samples
+        return self.side._owned.publisher
 
     def path(self, request_id: str) -> str:
         return str(self.folder / sample_name(request_id))
@@ -158,7 +158,7 @@ class Driver:
     def arrive(self) -> None:
         """Has all transfers that were begun run to their end."""
         assert self.side._owned is not None
-        for engine in self.side._owned.store._storage.engines.values():
+        for engine in self.side._owned.store._memory.engines.values():
             engine.drain()
 
     def settle(self) -> None:
@@ -173,7 +173,7 @@ class Driver:
 
     def settle_reasons(self) -> None:
         """Has all reasons be written that there are."""
-        together = threading.Barrier(samples._REASON_THREADS)
+        together = threading.Barrier(publisher._REASON_THREADS)
         wait([self.samples._reasons.submit(together.wait) for _ in range(together.parties)])
 
     def load(self, request_id: str) -> dict[str, torch.Tensor]:
@@ -221,7 +221,7 @@ class Gate:
         self._open = threading.Event()
         self._arrivals = threading.Semaphore(0)
         self._write = write_sample
-        monkeypatch.setattr(samples, "write_sample", self._pass)
+        monkeypatch.setattr(publisher, "write_sample", self._pass)
 
     def _pass(self, *arguments: Any, **keywords: Any) -> Written:
         self._arrivals.release()
@@ -300,7 +300,7 @@ def test_many_requests_at_once(drive: Callable[..., Driver]) -> None:
 def test_a_request_is_written_through_a_small_window(
     drive: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(samples, "_WINDOW_BYTES", 5 * len(LAYER_IDS) * HIDDEN * 4)
+    monkeypatch.setattr(publisher, "_WINDOW_BYTES", 5 * len(LAYER_IDS) * HIDDEN * 4)
     driver = drive().own()
     driver.save(driver.order("r", 1))
     assert torch.equal(driver.load("r")["hidden_states"], rows_at(1))
@@ -309,7 +309,7 @@ def test_a_request_is_written_through_a_small_window(
 def test_a_token_larger_than_the_window_is_written(
     drive: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(samples, "_WINDOW_BYTES", 1)
+    monkeypatch.setattr(publisher, "_WINDOW_BYTES", 1)
     driver = drive().own()
     driver.save(driver.order("r", 1))
     assert torch.equal(driver.load("r")["hidden_states"], rows_at(1))
@@ -509,7 +509,7 @@ def test_a_block_that_is_not_there_is_told(drive: Callable[..., Driver]) -> None
 def test_an_engine_that_takes_no_more_transfers_is_told(drive: Callable[..., Driver]) -> None:
     driver = drive().own()
     assert driver.side._owned is not None
-    for engine in driver.side._owned.store._storage.engines.values():
+    for engine in driver.side._owned.store._memory.engines.values():
         engine.close()
     driver.save(driver.order("r"))
     reason, detail = driver.refusal("r")
@@ -525,7 +525,7 @@ def test_a_failed_transfer_is_told_and_its_blocks_given_back(
     driver = drive().own()
     driver.save(driver.order("r"))
     assert driver.side._owned is not None
-    for engine in driver.side._owned.store._storage.engines.values():
+    for engine in driver.side._owned.store._memory.engines.values():
         engine.close()
     assert driver.refusal("r")[0] == "transfer_failed"
     assert driver.side.reported() == {"r"}
@@ -544,7 +544,7 @@ def test_a_sample_that_cannot_be_written_is_told(
 
     driver = drive().own()
     with monkeypatch.context() as patch:
-        patch.setattr(samples, "write_sample", refuse)
+        patch.setattr(publisher, "write_sample", refuse)
         driver.save(driver.order("r", 0, 11, keyed=True))
         assert driver.refusal("r") == ("write_failed", str(error))
     driver.arrive()
@@ -620,8 +620,8 @@ class Hang:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._answers = threading.Event()
         self.asked = threading.Semaphore(0)
-        monkeypatch.setattr(places, "SampleLock", self._take)
-        monkeypatch.setattr(places, "_PLACE_S", 0.01)
+        monkeypatch.setattr(path_claims, "SampleLock", self._take)
+        monkeypatch.setattr(path_claims, "_PLACE_S", 0.01)
 
     def _take(self, *arguments: Any) -> SampleLock:
         self.asked.release()
@@ -652,9 +652,9 @@ def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hang]:
 def test_a_folder_that_does_not_answer_does_not_stop_the_engine(
     drive: Callable[..., Driver], hang: Hang, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(places, "_MOST_LATE", 2)
+    monkeypatch.setattr(path_claims, "_MOST_LATE", 2)
     driver = drive().own()
-    hanging = [f"r{number}" for number in range(places._PLACE_THREADS)]
+    hanging = [f"r{number}" for number in range(path_claims._PLACE_THREADS)]
     for name in hanging:
         hang.begin(driver, name)
     driver.begin("later", "last", "too late")
@@ -671,7 +671,7 @@ def test_a_folder_that_does_not_answer_does_not_stop_the_engine(
         assert reason == "write_failed"
         assert "did not answer in time" in detail
     assert not os.path.exists(lock_path(driver.path("too late")))
-    assert driver.samples._places._late.submit(lambda: True).result(PATIENCE_S)
+    assert driver.samples._claims._late.submit(lambda: True).result(PATIENCE_S)
     progress = driver.side.progress()
     assert progress is not None
     assert progress.answered == {driver.path(name) for name in names[:-1]}
@@ -688,8 +688,8 @@ def test_a_slow_folder_is_waited_for_as_long_as_it_answers(
         time.sleep(0.02)
         return SampleLock(*arguments)
 
-    monkeypatch.setattr(places, "SampleLock", slow)
-    monkeypatch.setattr(places, "_PLACE_S", 0.5)
+    monkeypatch.setattr(path_claims, "SampleLock", slow)
+    monkeypatch.setattr(path_claims, "_PLACE_S", 0.5)
     driver = drive().own()
     names = [f"r{i}" for i in range(150)]
     driver.begin(*names)
@@ -701,11 +701,11 @@ def test_a_folder_that_answers_again_is_waited_for_again(
     drive: Callable[..., Driver], hang: Hang, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = drive().own()
-    for number in range(places._PLACE_THREADS):
+    for number in range(path_claims._PLACE_THREADS):
         hang.begin(driver, f"r{number}")
     hang.answer()
     driver.refusal("r0")
-    monkeypatch.setattr(places, "_PLACE_S", PATIENCE_S)
+    monkeypatch.setattr(path_claims, "_PLACE_S", PATIENCE_S)
     driver.begin("b")
     assert is_locked(driver.path("b"))
 
@@ -856,7 +856,7 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
         stand_in = SimpleNamespace(monotonic=lambda: self.now)
-        monkeypatch.setattr(samples, "time", stand_in)
+        monkeypatch.setattr(publisher, "time", stand_in)
         monkeypatch.setattr(worker, "time", stand_in)
 
 
@@ -947,7 +947,7 @@ def test_a_write_that_takes_too_long_is_given_up_between_pieces(
     clock: Clock,
     pieces_before: int,
 ) -> None:
-    windows, given = samples._windows, 0
+    windows, given = publisher._windows, 0
 
     def slow(lease: Any) -> Iterator[torch.Tensor]:
         nonlocal given
@@ -957,10 +957,10 @@ def test_a_write_that_takes_too_long_is_given_up_between_pieces(
                 clock.now += 8
             yield rows
 
-    monkeypatch.setattr(samples, "_WINDOW_BYTES", 4 * len(LAYER_IDS) * HIDDEN * 4)  # three pieces
+    monkeypatch.setattr(publisher, "_WINDOW_BYTES", 4 * len(LAYER_IDS) * HIDDEN * 4)  # three pieces
     driver = drive(publish_deadline_s=8.0).own()
     with monkeypatch.context() as patch:
-        patch.setattr(samples, "_windows", slow)
+        patch.setattr(publisher, "_windows", slow)
         driver.save(driver.order("r"))
         assert driver.refusal("r")[0] == "deadline"
     assert given == pieces_before

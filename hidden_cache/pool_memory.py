@@ -1,4 +1,4 @@
-"""`Storage`: the pool's memory, and what moves rows into it and out of it."""
+"""`PoolMemory`: the pool's memory, and what moves rows into it and out of it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from hidden_cache import _native, numa
 from hidden_cache.config import HiddenCacheConfig
 from hidden_cache.errors import PoolFullError, QueueFullError, TransferError
-from hidden_cache.formats import RowFormat
+from hidden_cache.row_format import RowFormat
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def current_stream(tensor: torch.Tensor, stream: int | None = None) -> int:
     return int(torch.cuda.current_stream(tensor.device).cuda_stream)
 
 
-class Storage:
+class PoolMemory:
     """One arena, a pool of slots for each size of slot in it, an engine for each device.
 
     Pools and engines are made when rows of a new kind come. Not thread-safe, except for the pools

@@ -1,4 +1,4 @@
-"""The connector in the engines that no CPU runs, replayed: see tests/vllm_replay.py.
+"""The connector in the engines that no CPU runs, replayed: see tests/replay/engine.py.
 
 `HSCACHE_SEEDS` sets how many runs there are of each order of calls.
 """
@@ -21,7 +21,7 @@ from hidden_cache.integrations.vllm.connector import HiddenCacheConnector
 from hidden_cache.integrations.vllm.messages import Progress, Refusal, SaveOrder
 from hidden_cache.integrations.vllm.scheduler import SchedulerSide
 from hidden_cache.integrations.vllm.worker import WorkerSide
-from tests.vllm_replay import LIBRARY, ORDERS, Replay, load, on_fake, replay
+from tests.replay.engine import LIBRARY, ORDERS, Replay, load, on_fake, replay
 
 SEEDS = int(os.environ.get("HSCACHE_SEEDS", "200"))
 # Within so many runs every fault must show.

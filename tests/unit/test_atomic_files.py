@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from hidden_cache import publish
-from hidden_cache.publish import claim, folder_of, is_temporary, prepare_folder, published
+from hidden_cache import atomic_files
+from hidden_cache.atomic_files import claim, folder_of, is_temporary, prepare_folder, published
 from tests.threads import PATIENCE_S
 
 
@@ -35,7 +35,7 @@ def folder(tmp_path: Path) -> Iterator[int]:
 
 CONTENDERS = """
 import fcntl, multiprocessing, os, sys, threading
-from hidden_cache.publish import claim
+from hidden_cache.atomic_files import claim
 
 folder = os.open(sys.argv[1], os.O_PATH)
 ROUNDS, PROCESSES, THREADS = 300, 4, 3
@@ -112,7 +112,7 @@ def test_a_writer_that_replaces_a_name_meets_one_that_was_faster(
     """Both saw readers only; the other has come and gone before this one looks again."""
     os.close(claim(folder, "lock"))
     winner: list[int] = []
-    replace = publish._replace
+    replace = atomic_files._replace
 
     def be_late(old: int, folder: int, name: str) -> int:
         if not winner:
@@ -122,10 +122,10 @@ def test_a_writer_that_replaces_a_name_meets_one_that_was_faster(
 
     with open(tmp_path / "lock") as reader:
         fcntl.flock(reader.fileno(), fcntl.LOCK_SH)
-        monkeypatch.setattr(publish, "_replace", be_late)
+        monkeypatch.setattr(atomic_files, "_replace", be_late)
         with pytest.raises(BlockingIOError):
             claim(folder, "lock")
-    assert publish._is_named(winner[0], folder, "lock")
+    assert atomic_files._is_named(winner[0], folder, "lock")
     os.close(winner[0])
 
 
@@ -177,7 +177,7 @@ def test_a_file_system_without_locks_has_no_claims_but_takes_files(
 
 KILLED = """
 import sys
-from hidden_cache.publish import published
+from hidden_cache.atomic_files import published
 
 with published(sys.argv[1]) as fd:
     print("writing", flush=True)
@@ -242,7 +242,7 @@ def test_a_writer_of_this_process_lives_too(tmp_path: Path) -> None:
 def test_a_lock_that_dies_before_it_has_its_name_is_removed(
     folder: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fd, name = publish._make_temporary(folder, 0o644)
+    fd, name = atomic_files._make_temporary(folder, 0o644)
     os.link(name, "lock", src_dir_fd=folder, dst_dir_fd=folder)
     assert prepare_folder(str(tmp_path)) == 0
     os.close(fd)  # killed between giving the one name and taking the other
@@ -255,7 +255,7 @@ def test_what_another_machine_may_be_writing_is_left_for_an_hour(
     age_s: int, left: int, tmp_path: Path
 ) -> None:
     """Its locks may not be seen here."""
-    boot = "0" * 8 if publish._this_boot() != "0" * 8 else "1" * 8
+    boot = "0" * 8 if atomic_files._this_boot() != "0" * 8 else "1" * 8
     file = tmp_path / f".hscache-{boot}01234567.tmp"
     file.write_text("")
     os.utime(file, (time.time() - age_s,) * 2)
@@ -268,7 +268,7 @@ def test_nothing_of_others_is_removed(tmp_path: Path) -> None:
     for name in names:
         (tmp_path / name).write_text("")
     (tmp_path / ".hscache-0123456789abcdef.tmp").mkdir()
-    link = tmp_path / f".hscache-{publish._this_boot()}01234567.tmp"
+    link = tmp_path / f".hscache-{atomic_files._this_boot()}01234567.tmp"
     link.symlink_to("a.safetensors")
     assert prepare_folder(str(tmp_path)) == 0
     assert len(os.listdir(tmp_path)) == len(names) + 2
@@ -302,7 +302,7 @@ def test_a_writer_whose_new_file_is_taken_for_dead_makes_another(
             swept.append(False)
             (name,) = temporaries(tmp_path)
             with folder_of(os.path.join(tmp_path, "")) as (folder, _):
-                swept[0] = publish._remove_if_dead(folder, name, time.time() + 60)
+                swept[0] = atomic_files._remove_if_dead(folder, name, time.time() + 60)
         flock(fd, how)
 
     monkeypatch.setattr(fcntl, "flock", sweep_first)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hidden_cache.finite import count_non_finite
+from hidden_cache.non_finite import count_non_finite
 
 DTYPES = [
     torch.float64,

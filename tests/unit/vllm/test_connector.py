@@ -31,7 +31,7 @@ from vllm.v1.request import Request
 
 from hidden_cache.integrations.vllm import HiddenCacheConnector
 from hidden_cache.integrations.vllm.options import EngineShape
-from tests.unit.test_vllm_scheduler_side import SHAPE
+from tests.unit.vllm.test_scheduler import SHAPE
 
 HASH_BLOCK, SCHEDULER_BLOCK = 16, 64
 
